@@ -4,7 +4,7 @@
 #   TORCH_INDEX  where to take torch from. The default wheel for Linux brings gigabytes of CUDA; without a GPU write
 #                make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
 #   JOBS         how many tests run at once; those that share a Ray run one after another
-#   ARGS         more arguments for the command, for example make test ARGS="tests/test_order.py -x"
+#   ARGS         more arguments for the command, for example make test ARGS="tests/unit/data/test_order.py -x"
 
 PYTHON      ?=
 TORCH_INDEX ?=
@@ -36,7 +36,7 @@ check: install  ## lint, formatting, types, and who may import whom
 	$(RUN) ruff format --check
 	$(RUN) mypy
 	.venv/bin/lint-imports
-	$(RUN) pytest -q tests/test_imports.py
+	$(RUN) pytest -q tests/unit/project/test_imports.py
 
 format: install  ## format, and fix what ruff can fix
 	$(RUN) ruff check --fix

@@ -21,7 +21,7 @@ SETS = {"umsab": (sets.umsab, "label", True), "nusax_senti": (sets.nusax, "label
 SETS |= {"xsid": (sets.xsid, "intent", False)}
 
 
-def floors(rows: list[dict[str, Any]], label: str, apart: bool) -> dict[str, tuple[float, float]]:
+def floors(rows: list[dict[str, Any]], label: str, is_per_language: bool) -> dict[str, tuple[float, float]]:
     """(accuracy, macro F1) on the test rows, by language."""
     from sklearn.feature_extraction.text import TfidfVectorizer
     from sklearn.metrics import accuracy_score, f1_score
@@ -30,18 +30,18 @@ def floors(rows: list[dict[str, Any]], label: str, apart: bool) -> dict[str, tup
 
     parts: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for row in rows:
-        parts[row["lang"] if apart or row["split"] == "test" else "all", row["split"]].append(row)
+        parts[row["lang"] if is_per_language or row["split"] == "test" else "all", row["split"]].append(row)
     models: dict[str, Any] = {}
-    for (language, split), found in parts.items():
+    for (language, split), texts in parts.items():
         if split == "train":
             features = TfidfVectorizer(analyzer="char", ngram_range=(2, 4), sublinear_tf=True)
             model = make_pipeline(features, LinearSVC(random_state=0))
-            models[language] = model.fit([row["text"] for row in found], [row[label] for row in found])
+            models[language] = model.fit([row["text"] for row in texts], [row[label] for row in texts])
     scores = {}
-    for (language, split), found in sorted(parts.items()):
+    for (language, split), texts in sorted(parts.items()):
         if split == "test":
-            predicted = models[language if apart else "all"].predict([row["text"] for row in found])
-            true = [row[label] for row in found]
+            predicted = models[language if is_per_language else "all"].predict([row["text"] for row in texts])
+            true = [row[label] for row in texts]
             scores[language] = (accuracy_score(true, predicted), f1_score(true, predicted, average="macro"))
     return scores
 
@@ -69,19 +69,19 @@ def essays(rows: list[dict[str, str]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.floors", description=__doc__)
     parser.add_argument("data", type=Path, help="folder that holds the sets, each in a folder of its name")
-    chosen = parser.parse_args()
-    for name, (prepare, label, apart) in SETS.items():
+    options = parser.parse_args()
+    for name, (prepare, label, is_per_language) in SETS.items():
         with tempfile.TemporaryDirectory() as work:
-            prepare(chosen.data / name, Path(work))
+            prepare(options.data / name, Path(work))
             lines = (Path(work) / "rows.jsonl").read_text(encoding="utf-8").splitlines()
-        found = floors([json.loads(line) for line in lines], label, apart)
-        mean = [statistics.fmean(values) for values in zip(*found.values(), strict=True)]
+        scores = floors([json.loads(line) for line in lines], label, is_per_language)
+        mean = [statistics.fmean(values) for values in zip(*scores.values(), strict=True)]
         print(f"\n{name:>16}  accuracy  macro F1")
-        for language, values in {**found, "mean": mean}.items():
+        for language, values in {**scores, "mean": mean}.items():
             print(f"{language:>16}  {values[0]:8.4f}  {values[1]:8.4f}")
-    with (chosen.data / "ielts_essays" / "ielts_writing_dataset.csv").open(encoding="utf-8", newline="") as file:
-        scores = essays(list(csv.DictReader(file)))
-    print("\n    ielts_essays  " + "  ".join(f"{name} {value:.4f}" for name, value in scores.items()))
+    with (options.data / "ielts_essays" / "ielts_writing_dataset.csv").open(encoding="utf-8", newline="") as file:
+        essay_scores = essays(list(csv.DictReader(file)))
+    print("\n    ielts_essays  " + "  ".join(f"{name} {value:.4f}" for name, value in essay_scores.items()))
 
 
 if __name__ == "__main__":

@@ -14,30 +14,30 @@ Events = Sequence[Mapping[str, Any]]
 
 
 def settings(workers: int, passes: int, seed: int) -> dict[str, Any]:
-    """The command of a run that trains what the peers train, without an evaluation before its last update."""
+    """Command of a run that trains like the peers, without an evaluation before its last step."""
     return {
         "data.valid_share": 0,
         "data.max_tokens": common.MAX_TOKENS,
         "model.pooling": "own",  # as in Transformers' classifiers, which the peers train
         "optim.lr": common.LEARNING_RATE,
         "optim.weight_decay": common.WEIGHT_DECAY,
-        "optim.clip_norm": common.CLIP_NORM,
+        "optim.max_grad_norm": common.CLIP_NORM,
         "optim.warmup": common.WARMUP,
         "train.epochs": 1,
         "train.workers": workers,
-        "train.micro_batch": common.ROWS_PER_PASS,
+        "train.micro_batch_size": common.MICRO_BATCH_SIZE,
         "train.aggregation_frequency": passes,
         "train.precision": "bf16",
         "train.seed": seed,
-        "train.keep": 1,
+        "train.keep_checkpoints": 1,
         "train.log_every": 1,
     }
 
 
 def command(rows: Path, test: Path, run: Path, settings: Mapping[str, Any]) -> list[str]:
-    chosen = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+    arguments = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
     files = ["--data", str(rows), "--test", str(test), "--out", str(run)]
-    return [sys.executable, "-m", "rtrain", "train", "intent", *files, *chosen, "--json"]
+    return [sys.executable, "-m", "rtrain", "train", "intent", *files, *arguments, "--json"]
 
 
 def measured(events: Events) -> dict[str, float]:
@@ -50,7 +50,7 @@ def measured(events: Events) -> dict[str, float]:
     return {
         "rows": trained["rows_seen"],
         "seconds": times[-1] - times[0],
-        "updates": trained["updates"],
+        "updates": trained["steps"],
         "loss": common.last_quarter(losses),
         "pad_ratio": trained["padded_tokens"] / trained["real_tokens"],
         "input_wait_share": seconds.get("input_wait", 0.0) / busy,
@@ -70,10 +70,10 @@ def progress(events: Events) -> tuple[list[float], list[int]]:
 
 def together(runs: Sequence[Events]) -> dict[str, float]:
     """Figures of runs that train at the same time: their rows over the time in which all of them train."""
-    found = [progress(events) for events in runs]
-    begin, end = max(times[0] for times, _ in found), min(times[-1] for times, _ in found)
+    series = [progress(events) for events in runs]
+    begin, end = max(times[0] for times, _ in series), min(times[-1] for times, _ in series)
     if end <= begin:
         raise SystemExit("the runs did not train at the same time: give them more rows (--rows)")
-    rows = (np.interp(end, *of) - np.interp(begin, *of) for of in found)
+    rows = (np.interp(end, *points) - np.interp(begin, *points) for points in series)
     losses = [measured(events)["loss"] for events in runs]
     return {"rows": float(sum(rows)), "seconds": end - begin, "loss": statistics.fmean(losses)}

@@ -1,4 +1,4 @@
-"""What the parts of a benchmark have come to, on the disk after each of them; any part can be measured alone."""
+"""Results of the parts of a benchmark, saved after each part; any part can be measured alone."""
 
 import json
 import os
@@ -7,32 +7,31 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-Found = dict[str, Any]
-Keep = Callable[[Found], None]
-"""Takes what a part knows so far, so that nothing is lost where it is cut off."""
+PartResult = dict[str, Any]
+Keep = Callable[[PartResult], None]
+"""Saves the partial result of a part, in case it is interrupted."""
 
 
 class Results:
-    """The parts of one benchmark by their names, in the JSON file `out`. A part that is measured again replaces what it
-    came to before; the others stay."""
+    """Parts of one benchmark by name, in the JSON file `out`. A repeated part replaces its earlier result."""
 
-    def __init__(self, out: Path, **given: Any):
+    def __init__(self, out: Path, **metadata: Any):
         """`given`: the options that a reader of the figures has to know."""
-        self._out, self._given = out.absolute(), given
+        self._out, self._metadata = out.absolute(), metadata
         self.folder = self._out.parent / f"{self._out.stem}-work"
-        """For what the parts leave and use again."""
+        """Folder for files that parts leave and reuse."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.parts: dict[str, Found] = json.loads(self._out.read_text("utf-8")) if self._out.is_file() else {}
+        self.parts: dict[str, PartResult] = json.loads(self._out.read_text("utf-8")) if self._out.is_file() else {}
 
-    def measure(self, name: str, part: Callable[[Keep], Found]) -> Found:
-        """Measure a part, and keep what it has come to and on which machine that was."""
-        about = {**machine(), **self._given}
+    def measure(self, name: str, part: Callable[[Keep], PartResult]) -> PartResult:
+        """Measure a part, and save its result and the machine."""
+        about = {**machine(), **self._metadata}
 
-        def write(found: Found) -> None:
-            self.parts[name] = {**found, "about": about}
+        def write(result: PartResult) -> None:
+            self.parts[name] = {**result, "about": about}
             self._out.write_text(json.dumps(self.parts, indent=1, default=str) + "\n", encoding="utf-8")
 
-        write(part(lambda known: write({**known, "unfinished": True})))
+        write(part(lambda partial_result: write({**partial_result, "unfinished": True})))
         return self.parts[name]
 
     def __str__(self) -> str:
@@ -40,7 +39,7 @@ class Results:
         return json.dumps(self.parts, default=str)
 
 
-def machine() -> Found:
+def machine() -> PartResult:
     """The machine of a measurement, and its load."""
     lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")

@@ -30,7 +30,7 @@ def write(path: Path, rows: Iterable[Row]) -> Path:
 
 
 def read(path: Path, label: str = "category") -> list[Row]:
-    """Rows of a file of banking77, or of what `write` has written, whose labels are in another column."""
+    """Rows of a file of banking77, or of a file by `write`, whose labels are in another column."""
     with path.open(encoding="utf-8", newline="") as file:
         return [(row["text"], row[label]) for row in csv.DictReader(file)]
 
@@ -42,8 +42,8 @@ def sample(source: Path, folder: Path, count: int) -> Files:
         raise SystemExit(f"--rows {count}: {source} has {len(rows)} rows; {TEST_ROWS} of them are kept as a test")
     random.Random(0).shuffle(rows)
     labels = {label for _, label in rows[:count]}
-    others = [row for row in rows[count:] if row[1] in labels]
-    return Files(write(folder / "rows.csv", rows[:count]), write(folder / "test.csv", others[:TEST_ROWS]))
+    other_rows = [row for row in rows[count:] if row[1] in labels]
+    return Files(write(folder / "rows.csv", rows[:count]), write(folder / "test.csv", other_rows[:TEST_ROWS]))
 
 
 def equal(words: list[str], folder: Path, count: int) -> Files:
@@ -52,16 +52,16 @@ def equal(words: list[str], folder: Path, count: int) -> Files:
     Each class has its own word, which stands at three places of a row.
     """
     draw = random.Random(0)
-    names, others = words[:CLASSES], words[CLASSES:]
+    names, other_words = words[:CLASSES], words[CLASSES:]
     rows: dict[str, str] = {}
     while len(rows) < count + TEST_ROWS:
         label = draw.choice(names)
-        text = [label] * 3 + draw.choices(others, k=EQUAL_WORDS - 3)
+        text = [label] * 3 + draw.choices(other_words, k=EQUAL_WORDS - 3)
         draw.shuffle(text)
         rows[" ".join(text)] = label
-    found = list(rows.items())
+    items = list(rows.items())
     return Files(
-        write(folder / "equal.csv", found[:count]), write(folder / "equal-test.csv", found[count : count + TEST_ROWS])
+        write(folder / "equal.csv", items[:count]), write(folder / "equal-test.csv", items[count : count + TEST_ROWS])
     )
 
 

@@ -60,11 +60,15 @@ def banking77(source: Path, work: Path) -> Arguments:
 
 def few_of_banking77(source: Path, work: Path) -> Arguments:
     """Ten rows of each intent, those with the lowest hashes, and all test rows."""
-    found: dict[str, list[dict[str, str]]] = {}
+    rows_by_label: dict[str, list[dict[str, str]]] = {}
     with (source / "train.csv").open(encoding="utf-8", newline="") as file:
         for row in csv.DictReader(file):
-            found.setdefault(row["category"], []).append(row)
-    rows = [row for every in found.values() for row in sorted(every, key=lambda row: number(row["text"]))[:FEW]]
+            rows_by_label.setdefault(row["category"], []).append(row)
+    rows = [
+        row
+        for label_rows in rows_by_label.values()
+        for row in sorted(label_rows, key=lambda row: number(row["text"]))[:FEW]
+    ]
     return ["--data", str(write(work / "rows.jsonl", rows)), "--test", f"{source}/test.csv", *setting(label="category")]
 
 
@@ -82,7 +86,7 @@ def labelled_sentences(source: Path, work: Path) -> Arguments:
 def umsab(source: Path, work: Path) -> Arguments:
     names = ("negative", "neutral", "positive")
     rows = ({**row, "label": names[row["label"]]} for row in parquet(source / "umsab.parquet"))
-    columns = setting(split="split", slices=["lang"])
+    columns = setting(split_column="split", slices=["lang"])
     return ["--data", str(write(work / "rows.jsonl", rows)), *columns]
 
 
@@ -91,9 +95,9 @@ def nusax(source: Path, work: Path) -> Arguments:
     for path in sorted(source.glob("*.csv")):
         language, split, _ = path.name.split(".")
         with path.open(encoding="utf-8", newline="") as file:
-            found = csv.DictReader(file)
-            rows += [{"text": r["text"], "label": r["label"], "lang": language, "split": split} for r in found]
-    return ["--data", str(write(work / "rows.jsonl", rows)), *setting(split="split", slices=["lang"])]
+            reader = csv.DictReader(file)
+            rows += [{"text": r["text"], "label": r["label"], "lang": language, "split": split} for r in reader]
+    return ["--data", str(write(work / "rows.jsonl", rows)), *setting(split_column="split", slices=["lang"])]
 
 
 def xsid(source: Path, work: Path) -> Arguments:
@@ -104,7 +108,7 @@ def xsid(source: Path, work: Path) -> Arguments:
         for row in parquet(source / f"{split}.parquet")
         if split == "test" or row["lang"] == "en"
     ]
-    columns = setting(label="intent", split="split", slices=["lang"])
+    columns = setting(label="intent", split_column="split", slices=["lang"])
     return ["--data", str(write(work / "rows.jsonl", rows)), *columns]
 
 
@@ -125,12 +129,12 @@ def asap(source: Path, work: Path, fold: int = 0) -> Arguments:
                 "split": "test" if row["test_fold"] == fold else "valid" if row["dev_fold"] == fold else "train",
             }
         )
-    return ["--data", str(write(work / "rows.jsonl", rows)), *setting(split="split", slices=["set"])]
+    return ["--data", str(write(work / "rows.jsonl", rows)), *setting(split_column="split", slices=["set"])]
 
 
 def ielts(source: Path, work: Path) -> Arguments:
     """The set as it is: the recipe sets rows without a score aside, and keeps equal essays in one fold."""
-    columns = setting(text="Question", text_pair="Essay", label="Overall", split_by="Essay", slices=["Task_Type"])
+    columns = setting(text="Question", text_pair="Essay", label="Overall", group_column="Essay", slices=["Task_Type"])
     return ["--data", f"{source}/ielts_writing_dataset.csv", *columns]
 
 
@@ -139,12 +143,14 @@ def ielts(source: Path, work: Path) -> Arguments:
 
 def clauses(source: Path, work: Path) -> Arguments:
     """Clause -> category. A clause of several categories gets the first one. Each contract is in one split."""
-    found: dict[str, dict[str, str]] = {}
+    questions: dict[str, dict[str, str]] = {}
     for row in parquet(source / "clauses.parquet"):
         if row["category"] not in CLAUSES_LEFT_OUT:
-            found.setdefault(row["clause"], {name: row[name] for name in ("clause", "category", "contract", "split")})
-    columns = setting(split="split", valid_share=0.1)
-    return ["--data", str(write(work / "rows.jsonl", found.values())), *columns]
+            questions.setdefault(
+                row["clause"], {name: row[name] for name in ("clause", "category", "contract", "split")}
+            )
+    columns = setting(split_column="split", valid_share=0.1)
+    return ["--data", str(write(work / "rows.jsonl", questions.values())), *columns]
 
 
 def spans(source: Path, work: Path) -> Arguments:
@@ -156,47 +162,56 @@ def spans(source: Path, work: Path) -> Arguments:
     texts = {row["contract"]: row["text"] for row in parquet(source / "contracts.parquet")}
     with (source / "category_descriptions.csv").open(encoding="utf-8-sig", newline="") as file:
         described = [(category, description) for category, description, *_ in list(csv.reader(file))[1:]]
-    asked = {category.partition(": ")[2].lower(): text.partition(": ")[2] for category, text in described}
+    questions = {category.partition(": ")[2].lower(): text.partition(": ")[2] for category, text in described}
     clauses = [row for row in parquet(source / "clauses.parquet") if 0 <= row["end"] - row["start"] <= PASSAGE // 2]
     clauses = [row for row in clauses if row["start"] >= 0]
     of_contract: dict[str, list[Row]] = {}
     for row in clauses:
         of_contract.setdefault(row["contract"], []).append(row)
-    for split, most in (("train", 2000), ("test", 500)):
-        drawn = sorted((row for row in clauses if row["split"] == split), key=lambda row: number(repr(row)))[:most]
-        data = [_question(row, texts[row["contract"]], of_contract[row["contract"]], asked) for row in drawn]
+    for split, max_rows in (("train", 2000), ("test", 500)):
+        sampled = sorted((row for row in clauses if row["split"] == split), key=lambda row: number(repr(row)))[
+            :max_rows
+        ]
+        data = [_question(row, texts[row["contract"]], of_contract[row["contract"]], questions) for row in sampled]
         (work / f"{split}.json").write_text(json.dumps({"version": "v2.0", "data": data}), encoding="utf-8")
     return ["--data", f"{work}/train.json", "--test", f"{work}/test.json"]
 
 
-def _question(row: Row, text: str, others: list[Row], asked: Mapping[str, str]) -> Row:
+def _question(row: Row, text: str, other_rows: list[Row], questions: Mapping[str, str]) -> Row:
     """An article with one passage and one question. The question asks for the clause's category; in one of three
     articles it asks for a category that occurs elsewhere in the contract, and not in the passage."""
     draw = number(repr(row))
-    room = PASSAGE - (row["end"] - row["start"])
-    begin = max(0, row["start"] - draw % room)
+    margin = PASSAGE - (row["end"] - row["start"])
+    begin = max(0, row["start"] - draw % margin)
     passage = text[begin : begin + PASSAGE]
-    inside = {one["category"] for one in others if begin < one["end"] and one["start"] < begin + PASSAGE}
-    outside = sorted({one["category"] for one in others} - inside)
+    inside = {
+        clause["category"] for clause in other_rows if begin < clause["end"] and clause["start"] < begin + PASSAGE
+    }
+    outside = sorted({clause["category"] for clause in other_rows} - inside)
     absent = draw % 3 == 0 and bool(outside)
     category = outside[draw % len(outside)] if absent else row["category"]
     answers = [
-        {"text": text[one["start"] : one["end"]], "answer_start": one["start"] - begin}
-        for one in others
-        if one["category"] == category and begin <= one["start"] and one["end"] <= begin + PASSAGE
+        {"text": text[clause["start"] : clause["end"]], "answer_start": clause["start"] - begin}
+        for clause in other_rows
+        if clause["category"] == category and begin <= clause["start"] and clause["end"] <= begin + PASSAGE
     ]
-    question = {"id": f"{draw:016x}", "question": asked[category.lower()], "is_impossible": absent, "answers": answers}
+    question = {
+        "id": f"{draw:016x}",
+        "question": questions[category.lower()],
+        "is_impossible": absent,
+        "answers": answers,
+    }
     return {"title": row["contract"], "paragraphs": [{"context": passage, "qas": [question]}]}
 
 
 def legal(source: Path, work: Path) -> Arguments:
     """Sections of contracts, each with a summary that someone wrote in plain words."""
     rows = json.loads((source / "all_v1.json").read_text(encoding="utf-8")).values()
-    found = (
+    paragraphs = (
         {"text": row["original_text"], "summary": row["reference_summary"], "part": row["uid"].rstrip("0123456789")}
         for row in rows
     )
-    return ["--data", str(write(work / "rows.jsonl", found)), *setting(slices=["part"])]
+    return ["--data", str(write(work / "rows.jsonl", paragraphs)), *setting(slices=["part"])]
 
 
 # --------------------------------------------------------------------------------------------------------- tags, spans

@@ -43,20 +43,20 @@ PEERS = {
 
 
 @dataclass(frozen=True)
-class Own:
-    """A run of rtrain; with `apart`, as many independent runs at once as the peers have processes."""
+class OwnSide:
+    """A run of rtrain; `is_isolated`: as many independent runs at once as the peers have processes."""
 
     passes: int = 1
-    apart: bool = False
+    is_isolated: bool = False
     equal: bool = False
 
 
-OWN = {
-    "ours": Own(),
-    "ours_k4": Own(passes=4),
-    "ours_equal": Own(equal=True),
-    "apart": Own(apart=True),
-    "apart_k4": Own(passes=4, apart=True),
+OWN_SIDES = {
+    "ours": OwnSide(),
+    "ours_k4": OwnSide(passes=4),
+    "ours_equal": OwnSide(equal=True),
+    "apart": OwnSide(is_isolated=True),
+    "apart_k4": OwnSide(passes=4, is_isolated=True),
 }
 
 
@@ -72,7 +72,7 @@ class Work:
     store: Path | None = None
     """Token store of `files`; None until a run has made it."""
 
-    def of(self, equal: bool) -> Files:
+    def files_for(self, equal: bool) -> Files:
         return self.equal if equal else self.files
 
 
@@ -80,50 +80,52 @@ def peer_command(name: str, work: Work, seed: int, out: Path) -> list[str]:
     peer = PEERS[name]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(common.PROCESSES)]
     command = [sys.executable, *(launcher if peer.torchrun else []), "-m", peer.module]
-    files = ["--model", str(work.model), "--rows", str(work.of(peer.equal).train), "--out", str(out)]
+    files = ["--model", str(work.model), "--rows", str(work.files_for(peer.equal).train), "--out", str(out)]
     store = ["--store", str(work.store)] if name == "ddp" else []
     return [*command, *files, *store, *peer.arguments, "--seed", str(seed)]
 
 
 def own_commands(name: str, work: Work, seed: int) -> dict[Path, list[str]]:
     """The command of each run, by run folder. Runs apart have different seeds, and so different orders of rows."""
-    side = OWN[name]
-    files, workers = work.of(side.equal), 1 if side.apart else common.PROCESSES
-    found = {}
-    for place in range(common.PROCESSES if side.apart else 1):
+    side = OWN_SIDES[name]
+    files, workers = work.files_for(side.equal), 1 if side.is_isolated else common.PROCESSES
+    commands_by_run = {}
+    for place in range(common.PROCESSES if side.is_isolated else 1):
         run = work.folder / "runs" / f"{name}-{place}"
-        found[run] = ours.command(files.train, files.test, run, ours.settings(workers, side.passes, seed + place))
-    return found
+        commands_by_run[run] = ours.command(
+            files.train, files.test, run, ours.settings(workers, side.passes, seed + place)
+        )
+    return commands_by_run
 
 
 def commands(name: str, work: Work, seed: int) -> list[list[str]]:
     """The programs that a side runs at the same time."""
-    if name in OWN:
+    if name in OWN_SIDES:
         return list(own_commands(name, work, seed).values())
     return [peer_command(name, work, seed, work.folder / f"{name}.json")]
 
 
 def run(name: str, work: Work, seed: int) -> dict[str, float]:
-    """Run a side to its end and return what it measured."""
-    if name in OWN:
+    """Run a side to its end; returns its measurements."""
+    if name in OWN_SIDES:
         return _run_own(name, work, seed)
     out = work.folder / f"{name}.json"
     out.unlink(missing_ok=True)
     run_all({name: peer_command(name, work, seed, out)}, environment(os.environ), work)
-    found: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
-    return found
+    figures: dict[str, float] = json.loads(out.read_text(encoding="utf-8"))
+    return figures
 
 
 def _run_own(name: str, work: Work, seed: int) -> dict[str, float]:
-    started, apart = own_commands(name, work, seed), OWN[name].apart
+    started, is_isolated = own_commands(name, work, seed), OWN_SIDES[name].is_isolated
     for folder in started:
         shutil.rmtree(folder, ignore_errors=True)
     # Each independent run gets one core, so that it has one thread, as a worker has.
-    run_all({folder.name: command for folder, command in started.items()}, own_environment(), work, apart)
-    logs = [events.read(folder) for folder in started]
+    run_all({folder.name: command for folder, command in started.items()}, own_environment(), work, is_isolated)
+    logs = [events.read_events(folder) for folder in started]
     for folder in started:
         shutil.rmtree(folder)
-    return ours.together(logs) if apart else ours.measured(logs[0])
+    return ours.together(logs) if is_isolated else ours.measured(logs[0])
 
 
 def environment(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -131,7 +133,7 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
     and no setting of the caller's shell counts."""
     return {
         **{name: value for name, value in inherited.items() if not name.startswith(NOT_INHERITED)},
-        **{name: value for name, value in env.SETTINGS.items() if name.startswith("MALLOC_")},
+        **{name: value for name, value in env.ENV_DEFAULTS.items() if name.startswith("MALLOC_")},
         "OMP_NUM_THREADS": "1",
         "PYTHONPATH": str(ROOT),
         "HF_HUB_OFFLINE": "1",
@@ -144,19 +146,19 @@ def environment(inherited: Mapping[str, str]) -> dict[str, str]:
 
 def own_environment() -> dict[str, str]:
     """The environment of rtrain's runs: rtrain itself sets what its processes need."""
-    found = environment(os.environ)
-    return {name: value for name, value in found.items() if not name.startswith(("OMP_", "MALLOC_"))}
+    variables = environment(os.environ)
+    return {name: value for name, value in variables.items() if not name.startswith(("OMP_", "MALLOC_"))}
 
 
 def run_all(
-    programs: Mapping[str, Sequence[str]], environment: Mapping[str, str], work: Work, apart: bool = False
+    programs: Mapping[str, Sequence[str]], environment: Mapping[str, str], work: Work, is_isolated: bool = False
 ) -> None:
     """Run programs at the same time, each with its output in a file of its name. If one fails, or at Ctrl-C, all
     end."""
     started: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for place, (name, command) in enumerate(programs.items()):
-            pin = partial(os.sched_setaffinity, 0, {work.cores[place]}) if apart else None
+            pin = partial(os.sched_setaffinity, 0, {work.cores[place]}) if is_isolated else None
             with (work.folder / f"{name}.log").open("wb") as output:
                 started[name] = subprocess.Popen(
                     command,
@@ -181,6 +183,6 @@ def make_store(work: Work) -> Work:
     ((folder, command),) = own_commands("ours", work, seed=0).items()
     shutil.rmtree(folder, ignore_errors=True)
     run_all({"warm-up": command}, own_environment(), work)
-    created = next(event for event in events.read(folder) if event["kind"] == "created")
+    created = next(event for event in events.read_events(folder) if event["kind"] == "created")
     shutil.rmtree(folder)
     return dataclasses.replace(work, store=Path(created["store"]))

@@ -1,7 +1,7 @@
 """Every task on published data sets: `python -m benchmarks.tasks DATA --out DIR [--only banking77 ...]`.
 
 Each line of the table is one or more runs of `rtrain train`, in their own processes, by the commands that are printed.
-A finished run is not repeated. `results.json` in DIR holds what was measured, and when.
+A finished run is not repeated. `results.json` in DIR has the measurements and their dates.
 """
 
 import argparse
@@ -27,24 +27,24 @@ Figures = dict[str, float]
 
 
 def headline(run: Path) -> Figures:
-    """The scores on test rows by which models are compared, and those of each slice."""
+    """Test scores by which models are compared, and those of each slice."""
     document = json.loads((run / "scores-test.json").read_text(encoding="utf-8"))
     name = document["headline"]
-    found = dict(document["scores"])
-    for column, every in document["slices"].items():
+    scores = dict(document["scores"])
+    for column, values in document["slices"].items():
         if column != "length":
-            found |= {f"{column}={one['value']}": one["scores"][name] for one in every}
-    return found
+            scores |= {f"{column}={entry['value']}": entry["scores"][name] for entry in values}
+    return scores
 
 
 def macro_f1(run: Path) -> Figures:
     """The figures of `headline`, the macro F1 of each slice, and the mean of these."""
     document = json.loads((run / "scores-test.json").read_text(encoding="utf-8"))
     sliced = {
-        f"{column}={one['value']}": one["scores"]["macro_f1"]
-        for column, every in document["slices"].items()
+        f"{column}={entry['value']}": entry["scores"]["macro_f1"]
+        for column, values in document["slices"].items()
         if column != "length"
-        for one in every
+        for entry in values
     }
     return {**document["scores"], **sliced, "mean_macro_f1": statistics.fmean(sliced.values())}
 
@@ -53,13 +53,13 @@ def kappa_by_prompt(run: Path) -> Figures:
     """Quadratic weighted kappa of each prompt on its own scale, and their mean, as the papers on ASAP report it."""
     table = pyarrow.parquet.read_table(run / "predictions-test.parquet")
     prompt = np.array([int(value) for value in table["set"].to_pylist()])
-    found = {}
+    figures = {}
     for number, (low, high) in sets.ASAP_RANGES.items():
         rows = prompt == number
         true, predicted = (low + (high - low) * table[name].to_numpy()[rows] for name in ("target", "prediction"))
         # Scores were stored as float32, in which 0.6 of 60 is not exactly 36.
-        found[f"prompt {number}"] = regression.quadratic_weighted_kappa(np.rint(true), predicted, low, high)
-    return {**headline(run), **found, "mean_qwk": statistics.fmean(found.values())}
+        figures[f"prompt {number}"] = regression.compute_quadratic_weighted_kappa(np.rint(true), predicted, low, high)
+    return {**headline(run), **figures, "mean_qwk": statistics.fmean(figures.values())}
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ REFIT = {"data.valid_share": 0}
 """The lines of the table. Epochs and learning rates were chosen on validation rows before."""
 
 FEW_ROWS = {
-    **{"train.epochs": 20, "optim.lr": 3e-4, "train.label_smoothing": 0.1, "train.rows_per_update": 32},
+    **{"train.epochs": 20, "optim.lr": 3e-4, "train.label_smoothing": 0.1, "train.global_batch_size": 32},
     **{"train.evaluate_every": 1000, **REFIT},
 }
 NOISE = {"augment.copies": 1, "augment.typo": 0.1, "augment.drop": 0.05, "augment.swap": 0.05}
@@ -111,7 +111,7 @@ JOBS = (
             "train.epochs": 5,
             "optim.lr": 3e-4,
             "train.label_smoothing": 0.1,
-            "train.rows_per_update": 64,
+            "train.global_batch_size": 64,
             **REFIT,
         },
         seeds(0, 1, 2),
@@ -143,7 +143,7 @@ JOBS = (
         "sentiment_labelled_sentences",
         sets.labelled_sentences,
         "accuracy",
-        {"train.epochs": 4, "train.rows_per_update": 64, "optim.lr": 2e-4},
+        {"train.epochs": 4, "train.global_batch_size": 64, "optim.lr": 2e-4},
     ),
     Job(
         "umsab",
@@ -151,7 +151,7 @@ JOBS = (
         "umsab",
         sets.umsab,
         "mean_macro_f1",
-        {"train.epochs": 3, "train.rows_per_update": 128, "optim.lr": 2e-4},
+        {"train.epochs": 3, "train.global_batch_size": 128, "optim.lr": 2e-4},
         measure=macro_f1,
         floor=0.537,
         published="XLM-R 0.648 to 0.668",
@@ -162,7 +162,7 @@ JOBS = (
         "nusax_senti",
         sets.nusax,
         "mean_macro_f1",
-        {"train.epochs": 4, "train.rows_per_update": 128, "optim.lr": 2e-4},
+        {"train.epochs": 4, "train.global_batch_size": 128, "optim.lr": 2e-4},
         measure=macro_f1,
         floor=0.764,
         published="0.65 to 0.80",
@@ -173,7 +173,7 @@ JOBS = (
         "xsid",
         sets.xsid,
         "accuracy",
-        {"train.epochs": 1, "train.rows_per_update": 128, "train.evaluate_every": 200, "optim.lr": 2e-4},
+        {"train.epochs": 1, "train.global_batch_size": 128, "train.evaluate_every": 200, "optim.lr": 2e-4},
         floor=0.390,
     ),
     Job(
@@ -182,7 +182,7 @@ JOBS = (
         "squadshifts",
         sets.squad,
         "f1",
-        {"train.epochs": 2, "train.rows_per_update": 32},
+        {"train.epochs": 2, "train.global_batch_size": 32},
         target=0.65,
         published="BERT-base on all of SQuAD 0.885",
     ),
@@ -192,7 +192,7 @@ JOBS = (
         "asap_aes",
         sets.asap,
         "mean_qwk",
-        {"train.epochs": 2, "optim.lr": 2e-4, "train.rows_per_update": 32},
+        {"train.epochs": 2, "optim.lr": 2e-4, "train.global_batch_size": 32},
         measure=kappa_by_prompt,
         floor=0.644,
         target=0.74,
@@ -205,7 +205,7 @@ JOBS = (
         sets.ielts,
         "rmse",
         {
-            **{"train.epochs": 2, "optim.lr": 1e-4, "train.rows_per_update": 16, "data.folds": 5},
+            **{"train.epochs": 2, "optim.lr": 1e-4, "train.global_batch_size": 16, "data.folds": 5},
             **REFIT,
         },
         folds(5),
@@ -219,7 +219,7 @@ JOBS = (
         sets.ielts,
         "rmse",
         {
-            **{"train.epochs": 2, "optim.lr": 2e-2, "train.rows_per_update": 4, "data.folds": 5},
+            **{"train.epochs": 2, "optim.lr": 2e-2, "train.global_batch_size": 4, "data.folds": 5},
             "model.freeze": "encoder",
         },
         folds(5),
@@ -231,7 +231,7 @@ JOBS = (
         "ielts_essays",
         sets.ielts,
         "rmse",
-        {"data.folds": 5, "train.rows_per_update": 16},
+        {"data.folds": 5, "train.global_batch_size": 16},
         folds(1),
         floor=0.929,
         published="0.85 or 0.71 in its paper",
@@ -242,7 +242,7 @@ JOBS = (
         "cuad",
         sets.clauses,
         "accuracy",
-        {"train.epochs": 3, "optim.lr": 3e-4, "train.rows_per_update": 32},
+        {"train.epochs": 3, "optim.lr": 3e-4, "train.global_batch_size": 32},
         floor=0.766,
         target=0.80,
     ),
@@ -252,7 +252,7 @@ JOBS = (
         "cuad",
         sets.spans,
         "f1",
-        {"train.epochs": 2, "train.rows_per_update": 32},
+        {"train.epochs": 2, "train.global_batch_size": 32},
     ),
     Job(
         "legal_summarization, 5 folds",
@@ -260,7 +260,7 @@ JOBS = (
         "legal_summarization",
         sets.legal,
         "rouge1",
-        {"train.epochs": 4, "train.rows_per_update": 16, "data.folds": 5},
+        {"train.epochs": 4, "train.global_batch_size": 16, "data.folds": 5},
         folds(5),
         published="the first sentences: `lead_rouge1` of the figures",
     ),
@@ -270,7 +270,7 @@ JOBS = (
         "ncbi_disease",
         sets.ncbi,
         "f1",
-        {"train.epochs": 5, "optim.lr": 4e-4, "train.rows_per_update": 32},
+        {"train.epochs": 5, "optim.lr": 4e-4, "train.global_batch_size": 32},
         seeds(0, 1),
         floor=0.476,
         target=0.79,
@@ -282,7 +282,7 @@ JOBS = (
         "fin_ner",
         sets.fin,
         "f1",
-        {"train.epochs": 10, "train.rows_per_update": 32},
+        {"train.epochs": 10, "train.global_batch_size": 32},
         floor=0.744,
         published="CRF 0.83",
     ),
@@ -292,7 +292,7 @@ JOBS = (
         "broad_twitter_ner",
         sets.twitter,
         "f1",
-        {"train.rows_per_update": 32},
+        {"train.global_batch_size": 32},
         floor=0.436,
     ),
 )
@@ -301,21 +301,21 @@ JOBS = (
 def commands(job: Job, data: Path, out: Path, assignments: list[str]) -> list[tuple[Path, list[str]]]:
     """(run folder, command) of each of the job's runs, whose files are written on the way.
 
-    `assignments` hold for all runs. Each run sets rows_per_update, so that the number of workers and the size of passes
-    change only its speed.
+    `assignments` hold for all runs. Each run sets global_batch_size, so that the number of workers and the size of
+    passes change only its speed.
     """
     folder = out / re.sub(r"[^\w-]+", "", job.name.replace(" ", "-"))
     work = folder / "data"
     work.mkdir(parents=True, exist_ok=True)
     rows = job.prepare(data / job.folder, work)
-    found = []
+    commands = []
     for number, variant in enumerate(job.variants):
         run = folder / f"run-{number}"
-        chosen = [f"{name}={value}" for name, value in {**job.settings, **variant}.items()]
-        chosen += ["train.aggregation_frequency=null", *assignments]
-        settings = [part for one in chosen for part in ("--set", one)]
-        found.append((run, ["train", job.recipe, *rows, *settings, "--out", str(run)]))
-    return found
+        run_assignments = [f"{name}={value}" for name, value in {**job.settings, **variant}.items()]
+        run_assignments += ["train.aggregation_frequency=null", *assignments]
+        settings = [part for assignment in run_assignments for part in ("--set", assignment)]
+        commands.append((run, ["train", job.recipe, *rows, *settings, "--out", str(run)]))
+    return commands
 
 
 def finished(run: Path) -> bool:
@@ -341,8 +341,8 @@ def run(job: Job, data: Path, out: Path, assignments: list[str]) -> dict[str, An
         shown.append(shlex.join(["rtrain", *arguments]))
         seconds += train(folder, arguments)
         figures.append(job.measure(folder))
-    common = [name for name in figures[0] if all(name in one for one in figures)]
-    values = [one[job.figure] for one in figures]
+    common = [name for name in figures[0] if all(name in run_figures for run_figures in figures)]
+    values = [run_figures[job.figure] for run_figures in figures]
     return {
         "job": job.name,
         "figure": job.figure,
@@ -353,14 +353,14 @@ def run(job: Job, data: Path, out: Path, assignments: list[str]) -> dict[str, An
         "published": job.published,
         "seconds": round(seconds, 1),
         "commands": shown,
-        "figures": {name: statistics.fmean(one[name] for one in figures) for name in common},
+        "figures": {name: statistics.fmean(run_figures[name] for run_figures in figures) for name in common},
         "measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
 
 def table(lines: Iterable[Mapping[str, Any]]) -> str:
     """The table, as Markdown that a terminal shows well."""
-    found = [
+    rows = [
         "| set | score | floor | ours | runs | target | published | seconds |",
         "|---|---|---|---|---|---|---|---|",
     ]
@@ -370,8 +370,8 @@ def table(lines: Iterable[Mapping[str, Any]]) -> str:
         shown = " | ".join(
             "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value) for value in numbers
         )
-        found.append(f"| {line['job']} | {line['figure']} | {shown} |")
-    return "\n".join(found)
+        rows.append(f"| {line['job']} | {line['figure']} | {shown} |")
+    return "\n".join(rows)
 
 
 def main() -> None:
@@ -380,16 +380,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/tasks"))
     parser.add_argument("--only", nargs="*", help=f"of {', '.join(job.name for job in JOBS)}")
     parser.add_argument("--set", action="append", default=[], dest="assignments", help="for all runs: train.workers=1")
-    chosen = parser.parse_args()
-    if unknown := set(chosen.only or ()) - {job.name for job in JOBS}:
+    options = parser.parse_args()
+    if unknown := set(options.only or ()) - {job.name for job in JOBS}:
         parser.error(f"--only: no such line: {', '.join(sorted(unknown))}")
-    data, out = chosen.data.absolute(), chosen.out.absolute()
+    data, out = options.data.absolute(), options.out.absolute()
     out.mkdir(parents=True, exist_ok=True)
     results = out / "results.json"
     lines = json.loads(results.read_text(encoding="utf-8")) if results.is_file() else {}
     for job in JOBS:
-        if chosen.only is None or job.name in chosen.only:
-            lines[job.name] = run(job, data, out, chosen.assignments)
+        if options.only is None or job.name in options.only:
+            lines[job.name] = run(job, data, out, options.assignments)
             results.write_text(json.dumps(lines, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     print(table(lines[job.name] for job in JOBS if job.name in lines))
 

@@ -39,13 +39,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=ROWS, help="training rows of each side in each round")
     parser.add_argument("--only", action="append", choices=KEYS, help="a figure; repeatable (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/train.json"), help="file of the results")
-    chosen = parser.parse_args(arguments)
-    least = 2 * common.ROWS_PER_PASS * common.PROCESSES
-    if chosen.rows < least or chosen.rows % common.PROCESSES:
-        parser.error(f"--rows {chosen.rows}: write an even number of {least} or more")
-    if chosen.rounds < 1:
-        parser.error(f"--rounds {chosen.rounds}: write 1 or more")
-    return chosen
+    options = parser.parse_args(arguments)
+    min_rows = 2 * common.MICRO_BATCH_SIZE * common.PROCESSES
+    if options.rows < min_rows or options.rows % common.PROCESSES:
+        parser.error(f"--rows {options.rows}: write an even number of {min_rows} or more")
+    if options.rounds < 1:
+        parser.error(f"--rounds {options.rounds}: write 1 or more")
+    return options
 
 
 def prepare(data: Path, folder: Path, count: int) -> Work:
@@ -58,27 +58,27 @@ def prepare(data: Path, folder: Path, count: int) -> Work:
     from rtrain.models import builder
 
     folder.mkdir(parents=True, exist_ok=True)
-    source = builder.resolve(hub.PACKAGED)
+    source = builder.resolve_folder(hub.PACKAGED_MODEL)
     files = rows.sample(data / "banking77" / "train.csv", folder, count)
     return Work(folder, source, files, rows.equal(rows.whole_words(source), folder, count), tuple(cores))
 
 
 def measure(names: Sequence[str], work: Work, count: int) -> list[Round]:
-    found: list[Round] = []
+    rounds: list[Round] = []
     for number in range(count):
         measured = {}
         for name in figures.turn(names, number):
             measured[name] = sides.run(name, work, number)
             print(f"round {number}: {name} {figures.rate(measured[name]):.1f} rows/s", file=sys.stderr, flush=True)
-        found.append(measured)
-    return found
+        rounds.append(measured)
+    return rounds
 
 
 def document(
-    wanted: Sequence[Figure], rounds: Sequence[Round], work: Work, about: Mapping[str, Any]
+    selected_figures: Sequence[Figure], rounds: Sequence[Round], work: Work, about: Mapping[str, Any]
 ) -> tuple[dict[str, Any], str]:
     """The result as a document and as tables: every figure by its key, and the measurements that it was made from."""
-    found = figures.evaluate(wanted, rounds)
+    verdicts = figures.evaluate(selected_figures, rounds)
     by_side = {name: [measured[name] for measured in rounds] for name in rounds[0]}
     shown = {
         name: {
@@ -88,21 +88,29 @@ def document(
         }
         for name, measured in by_side.items()
     }
-    return {**found, "about": dict(about), "sides": shown}, f"{figures.table(found)}\n\n{figures.side_table(by_side)}"
+    return {
+        **verdicts,
+        "about": dict(about),
+        "sides": shown,
+    }, f"{figures.table(verdicts)}\n\n{figures.side_table(by_side)}"
 
 
 def main() -> None:
-    chosen = parse()
-    out = chosen.out.absolute()
-    versions = {one.name: one.version for one in importlib.metadata.distributions() if one.name in PACKAGES}
-    about = {**machine(), "python": platform.python_version(), "versions": versions, "rows": chosen.rows}
-    about |= {"processes": common.PROCESSES, "rows_per_pass": common.ROWS_PER_PASS}
-    wanted = [figure for figure in figures.FIGURES if figure.key in (chosen.only or KEYS)]
-    work = sides.make_store(prepare(chosen.data.absolute(), out.parent / f"{out.stem}-work", chosen.rows))
-    result, tables = document(wanted, measure(figures.sides(wanted), work, chosen.rounds), work, about)
+    options = parse()
+    out = options.out.absolute()
+    versions = {
+        package.name: package.version for package in importlib.metadata.distributions() if package.name in PACKAGES
+    }
+    about = {**machine(), "python": platform.python_version(), "versions": versions, "rows": options.rows}
+    about |= {"processes": common.PROCESSES, "micro_batch_size": common.MICRO_BATCH_SIZE}
+    selected_figures = [figure for figure in figures.FIGURES if figure.key in (options.only or KEYS)]
+    work = sides.make_store(prepare(options.data.absolute(), out.parent / f"{out.stem}-work", options.rows))
+    result, tables = document(
+        selected_figures, measure(figures.sides(selected_figures), work, options.rounds), work, about
+    )
     out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(tables, file=sys.stderr if chosen.json else sys.stdout)
-    if chosen.json:
+    print(tables, file=sys.stderr if options.json else sys.stdout)
+    if options.json:
         print(json.dumps(result))
 
 

@@ -6,21 +6,23 @@ import signal
 
 def main() -> None:
     """Import the command line, and run it."""
-    before = signal.getsignal(signal.SIGINT)
-    alone = before is signal.default_int_handler  # else it is ignored, as in the background of a script, or caught
-    if alone:
-        signal.signal(signal.SIGINT, _end)
+    previous_handler = signal.getsignal(signal.SIGINT)
+    is_default_handler = (
+        previous_handler is signal.default_int_handler
+    )  # else it is ignored, as in the background of a script, or caught
+    if is_default_handler:
+        signal.signal(signal.SIGINT, _exit_on_sigint)
     from rtrain.cli import app
 
-    if alone:
-        signal.signal(signal.SIGINT, before)
+    if is_default_handler:
+        signal.signal(signal.SIGINT, previous_handler)
     app.main()
 
 
-def _end(number: int, frame: object) -> None:
+def _exit_on_sigint(signal_number: int, frame: object) -> None:
     """Nothing has been started yet, and an exception in the midst of an import would be shown whole, or be taken for a
     missing module."""
-    os._exit(128 + number)
+    os._exit(128 + signal_number)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Every private name of torch that rtrain uses, each by a function that says what it means.
+"""All uses of private names of torch, one function each.
 
-A new version may take any of them away: `tests/test_torch_internals.py` asks that each still exists and means the same.
-Torch is not imported before a function is called.
+A new version may take any of them away: `tests/unit/project/test_torch_internals.py` asks that each still exists and
+means the same. Torch is not imported before a function is called.
 """
 
 import contextlib
@@ -13,28 +13,29 @@ if TYPE_CHECKING:
     import torch
 
 
-def leave_out(module: "torch.nn.Module", names: Sequence[str]) -> None:
-    """Let DistributedDataParallel, when it is made of `module`, not exchange the parameters of these names."""
+def ignore_ddp_parameters(module: "torch.nn.Module", names: Sequence[str]) -> None:
+    """Make DistributedDataParallel ignore the parameters of these names in `module`."""
     from torch.nn.parallel import DistributedDataParallel
 
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
-EXCHANGES_APART = 10
-"""Passes with an exchange from one whose time is taken to the next."""
+DDP_TIMING_SAMPLE_RATE = 10
+"""Steps between two whose all-reduce is timed."""
 
 
-def take_times(model: "torch.nn.parallel.DistributedDataParallel") -> None:
-    """Take the times of every tenth exchange, and of the first ten; otherwise torch takes those of every hundredth."""
-    model._set_ddp_runtime_logging_sample_rate(EXCHANGES_APART)
+def set_ddp_timing_sample_rate(model: "torch.nn.parallel.DistributedDataParallel") -> None:
+    """Time every tenth all-reduce, and the first ten; torch by default times every hundredth."""
+    model._set_ddp_runtime_logging_sample_rate(DDP_TIMING_SAMPLE_RATE)
 
 
-def unhidden_seconds(model: "torch.nn.parallel.DistributedDataParallel") -> float:
-    """Mean seconds for which sending gradients went on after the backward pass, by the exchanges whose times were
-    taken; 0 where none was."""
-    found = model._get_ddp_logging_data()
-    whole, hidden = (float(found.get(f"avg_backward_{name}", 0)) for name in ("comm_time", "compute_comm_overlap_time"))
-    return max(0.0, whole - hidden) / 1e9
+def exposed_comm_seconds(model: "torch.nn.parallel.DistributedDataParallel") -> float:
+    """Return the mean seconds of communication after the backward pass, over the timed all-reduces; 0 without any."""
+    logging_data = model._get_ddp_logging_data()
+    comm_ns, overlap_ns = (
+        float(logging_data.get(f"avg_backward_{name}", 0)) for name in ("comm_time", "compute_comm_overlap_time")
+    )
+    return max(0.0, comm_ns - overlap_ns) / 1e9
 
 
 def multiply(tensors: "Sequence[torch.Tensor]", factor: "float | torch.Tensor") -> None:
@@ -44,100 +45,171 @@ def multiply(tensors: "Sequence[torch.Tensor]", factor: "float | torch.Tensor") 
     torch._foreach_mul_(list(tensors), factor)
 
 
-def share_of(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The tensor itself in which a DTensor has this worker's share, of which `to_local` gives a view; of another tensor
-    that one."""
-    found: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return found
+def raw_local_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
+    """Return the tensor of a DTensor's local shard (`to_local` returns a view of it); any other tensor unchanged."""
+    local_tensor: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local_tensor
 
 
 @contextlib.contextmanager
-def around_waits(made: "Callable[[], contextlib.AbstractContextManager[Any]]") -> Iterator[None]:
-    """Inside, a context that `made` gives stands around each wait for a collective of cut tensors. In the whole
-    process: no other thread may use such tensors meanwhile."""
+def wrap_collective_waits(make_context: "Callable[[], contextlib.AbstractContextManager[Any]]") -> Iterator[None]:
+    """Within the block, enter the context of `make_context` around each wait for a collective of sharded tensors. This
+    is process-wide: no other thread may use sharded tensors meanwhile."""
     from torch.distributed import _functional_collectives as collectives
 
-    wait: Callable[[torch.Tensor], torch.Tensor] = collectives.wait_tensor
+    original_wait: Callable[[torch.Tensor], torch.Tensor] = collectives.wait_tensor
 
-    def waited(tensor: "torch.Tensor") -> Any:
-        with made():
-            return wait(tensor)
+    def wait_in_context(tensor: "torch.Tensor") -> Any:
+        with make_context():
+            return original_wait(tensor)
 
-    collectives.wait_tensor = waited
+    collectives.wait_tensor = wait_in_context
     try:
         yield
     finally:
-        collectives.wait_tensor = wait
+        collectives.wait_tensor = original_wait
 
 
-def hush_redistribution() -> None:
-    """Leave out what torch says, on every rank, where a tensor that is cut two ways is gathered one way after the
-    other: it is rare, and for a checkpoint."""
+def silence_redistribution_warnings() -> None:
+    """Suppress torch's warning, on every rank, about gathering a tensor that is sharded in two dimensions one dimension
+    after the other: it is rare, and for a checkpoint."""
     import logging
 
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
-def shares_of_several(dim: int, several: int) -> Any:
-    """The placement of a tensor whose axis `dim` is so many parts after each other, of each of which a worker has a
-    share; torch's `Shard` gives a worker one stretch of the whole axis."""
+def make_strided_shard(dim: int, split_factor: int) -> Any:
+    """Make the placement of a tensor whose axis `dim` consists of several parts, each sharded over the workers; torch's
+    `Shard` gives a worker one contiguous shard of the axis."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    return _StridedShard(dim, split_factor=several)
+    return _StridedShard(dim, split_factor=split_factor)
 
 
-def is_of_several(placement: Any) -> bool:
-    """Whether a placement is one of `shares_of_several`."""
+def is_strided_shard(placement: Any) -> bool:
+    """Whether a placement is one of `make_strided_shard`."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
 
 
-def softmax_backward(gradient: "torch.Tensor", answer: "torch.Tensor") -> "torch.Tensor":
-    """Gradient of a softmax's input over the last axis, from that of its `answer`, in one pass over both."""
+def softmax_backward(gradient: "torch.Tensor", output: "torch.Tensor") -> "torch.Tensor":
+    """Return the gradient of a softmax's input over the last axis, from that of its `output`, in one pass over both."""
     import torch
 
-    found: torch.Tensor = torch._softmax_backward_data(gradient, answer, -1, answer.dtype)
-    return found
+    input_gradient: torch.Tensor = torch._softmax_backward_data(gradient, output, -1, output.dtype)
+    return input_gradient
 
 
 def flash_attention(
     query: "torch.Tensor",
     key: "torch.Tensor",
     value: "torch.Tensor",
-    ends: "torch.Tensor",
-    longest: int,
+    cu_seqlens: "torch.Tensor",
+    max_seqlen: int,
     *,
     scale: float,
     dropout: float = 0.0,
-    reach: int | None = None,
+    window: int | None = None,
 ) -> "torch.Tensor":
-    """A GPU's flash attention over windows one after another (Dao 2023, arXiv:2307.08691): [tokens, heads, dim] of each
-    gives the same of the answers. It is what `torch.nn.attention.varlen.varlen_attn` calls, which has no dropout.
+    """GPU flash attention over concatenated windows (Dao 2023, arXiv:2307.08691): query, key, value and result are
+    [tokens, heads, dim]. `torch.nn.attention.varlen.varlen_attn` calls the same kernel, without dropout.
 
-    `ends`, int32 [windows + 1]: 0, and where each window ends; `longest`: tokens of the longest; `dropout`: the rate at
-    which attention weights are dropped, by the GPU's own generator; `reach`: tokens that a token reads on either side,
-    None for all.
+    `cu_seqlens`, int32 [windows + 1]: 0, and where each window ends; `max_seqlen`: tokens of the longest; `dropout`:
+    the rate at which attention weights are dropped, by the GPU's own generator; `window`: tokens that a token attends
+    to on either side, None for all.
     """
     import torch
 
-    sides = (ends, ends, longest, longest)
-    found: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, *sides, dropout, False, False, scale=scale, window_size_left=reach, window_size_right=reach
+    sequence_args = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
+        query,
+        key,
+        value,
+        *sequence_args,
+        dropout,
+        False,
+        False,
+        scale=scale,
+        window_size_left=window,
+        window_size_right=window,
     )[0]
-    return found
+    return output
 
 
-def fake_tensors() -> "contextlib.AbstractContextManager[Any]":
-    """A context in which a tensor that is made has a shape, a type and a device, and no numbers: it takes no memory,
-    and what is computed of it takes no time."""
+SequenceBounds = tuple["torch.Tensor", "torch.Tensor", int, int]
+"""Windows of a flash-attention call: cumulative lengths of queries and of keys, both int32 [windows + 1] from 0; then
+the largest numbers of queries and of keys of a window."""
+
+
+def flash_forward(
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    bounds: SequenceBounds,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+) -> "tuple[torch.Tensor, ...]":
+    """`flash_attention` without a gradient.
+
+    Returns:
+        The outputs [queries, heads, dim], the log-sum-exp values [heads, queries] in fp32, and two tensors from which
+        `flash_backward` reproduces the dropout mask.
+    """
+    import torch
+
+    outputs: tuple[torch.Tensor, ...] = torch.ops.aten._flash_attention_forward(
+        *(query, key, value, *bounds, dropout, False, False),
+        scale=scale,
+        window_size_left=window,
+        window_size_right=window,
+    )
+    return outputs[:4]
+
+
+def flash_backward(
+    gradient: "torch.Tensor",
+    query: "torch.Tensor",
+    key: "torch.Tensor",
+    value: "torch.Tensor",
+    output: "torch.Tensor",
+    log_sums: "torch.Tensor",
+    state: "Sequence[torch.Tensor]",
+    bounds: SequenceBounds,
+    *,
+    scale: float,
+    dropout: float = 0.0,
+    window: int | None = None,
+) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
+    """Compute the gradients of `query`, `key` and `value`.
+
+    The weight of a key is exp(score - log_sum). So a query may also have read keys of another call, if `output` and
+    `log_sums` include all of its keys. A log-sum-exp of infinity leaves a query out, as the kernel itself does for a
+    query without keys. `state`: the last two tensors of the forward call.
+    """
+    import torch
+
+    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
+        *(gradient, query, key, value, output, log_sums, *bounds, dropout, False, *state),
+        scale=scale,
+        window_size_left=window,
+        window_size_right=window,
+    )
+    return gradients
+
+
+def fake_tensor_mode() -> "contextlib.AbstractContextManager[Any]":
+    """A context for fake tensors, with shape, type and device but no data: they take no memory, and computations with
+    them no time."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
-def asks_for_numbers() -> tuple[type[Exception], ...]:
-    """What computations raise that depend on the numbers of fake tensors, or that these do not know."""
+def fake_tensor_errors() -> tuple[type[Exception], ...]:
+    """Errors of computations that depend on the data of fake tensors, or that these do not support."""
     from torch._subclasses import fake_tensor
 
     return (
@@ -148,36 +220,35 @@ def asks_for_numbers() -> tuple[type[Exception], ...]:
     )
 
 
-def peak_bytes(network: "torch.nn.Module", run: Callable[[], None]) -> dict[str, int]:
-    """Bytes of all tensors of `network`, and of those that `run` makes, at the moment when they were most: of the
-    `Parameter`s, `Buffer`s, `Gradient`s, `Activation`s, of what is `Temp`orary in the backward pass, and the `Total`.
-    What is on the meta device takes none.
+def measure_peak_bytes(network: "torch.nn.Module", run: Callable[[], None]) -> dict[str, int]:
+    """Return the peak bytes of all tensors of `network` and of `run`: `Parameter`, `Buffer`, `Gradient`, `Activation`,
+    `Temp` (temporary tensors of the backward pass) and `Total`. Tensors on the meta device count 0.
     """
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    class Tracker(MemTracker):
+    class PeakTracker(MemTracker):
         """It keeps no peak of each module, which takes most of the time, and bears weights that are not trained."""
 
         def _track_module_params_and_buffers(
             self, module: "torch.nn.Module", install_grad_hooks: bool = True
         ) -> tuple[int, int]:
-            trained = all(one.requires_grad for one in module.parameters())
-            return super()._track_module_params_and_buffers(module, install_grad_hooks and trained)
+            is_trainable = all(parameter.requires_grad for parameter in module.parameters())
+            return super()._track_module_params_and_buffers(module, install_grad_hooks and is_trainable)
 
         def _update_peak_stats(self, peak_state: Any) -> None:
-            for device, now in self._curr_mem_snap.items():
-                if self._peak_mem.get(device, 0) < now["Total"]:
-                    self._peak_mem[device], self._peak_mem_snap[device] = now["Total"], dict(now)
+            for device, snapshot in self._curr_mem_snap.items():
+                if self._peak_mem.get(device, 0) < snapshot["Total"]:
+                    self._peak_mem[device], self._peak_mem_snap[device] = snapshot["Total"], dict(snapshot)
 
-    tracker = Tracker()
+    tracker = PeakTracker()
     tracker.track_external(network)
     with warnings.catch_warnings(), tracker:
         # DistilBERT's head makes a module in its forward pass, which is gone in the backward one. Its bytes count.
         warnings.filterwarnings("ignore", "Module is None", UserWarning)
         run()
-    found: dict[str, int] = {}
-    for device, of_device in tracker.get_tracker_snapshot("peak").items():
-        for kind, size in of_device.items() if device.type != "meta" else ():
+    bytes_by_kind: dict[str, int] = {}
+    for device, sizes in tracker.get_tracker_snapshot("peak").items():
+        for kind, size in sizes.items() if device.type != "meta" else ():
             name = str(getattr(kind, "value", kind))
-            found[name] = found.get(name, 0) + size
-    return found
+            bytes_by_kind[name] = bytes_by_kind.get(name, 0) + size
+    return bytes_by_kind

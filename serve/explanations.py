@@ -16,88 +16,90 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Encoded, Floats
+from rtrain.core.ragged import EncodedRow, Floats
 from rtrain.inference.explain.explainer import Explainer
-from rtrain.inference.explain.gradients import Stopped
+from rtrain.inference.explain.gradients import ExplanationCancelled
 from rtrain.inference.explain.targets import LabelError
 from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input
 from serve.schemas.predict import RequestError
 
-MOST_WAITING = 16
+MAX_QUEUED_TEXTS = 16
 """Texts that may wait for an explanation or be in one, over all requests."""
 NICENESS = 10
 
 
-class Row(NamedTuple):
+class AnsweredRow(NamedTuple):
     """An answered text."""
 
-    asked: Input
-    encoded: Encoded
+    text: Input
+    encoded: EncodedRow
     output: Floats
 
 
-class Explanations:
+class ExplanationQueue:
     """Belongs to one event loop. Its errors are those to answer, `RequestError`."""
 
     def __init__(self, predictor: Predictor, on_done: Callable[[float], None] = lambda seconds: None):
-        """`on_done` is told the seconds of each explanation, on the thread that made it."""
+        """`on_done` receives the seconds of each explanation, on the explaining thread."""
         self._predictor, self._on_done = predictor, on_done
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="explain", initializer=_yield_processor)
         self._row_seconds = 0.0
-        self.waiting = 0
+        self.queued_texts = 0
         """Texts that have no explanation yet."""
 
     @functools.cached_property
     def _explainer(self) -> Explainer:
-        """Made when first asked for: an int8 artefact answers, and has none."""
+        """Made when first asked for: an int8 artifact answers, and has none."""
         return Explainer(self._predictor)
 
-    def check(self, texts: int, label: str | None) -> None:
+    def check_request(self, num_texts: int, label: str | None) -> None:
         """Refuse what cannot be explained before it is answered."""
-        if texts > MOST_WAITING:
-            raise RequestError(413, f"{texts} texts to explain; send at most {MOST_WAITING}", "inputs")
+        if num_texts > MAX_QUEUED_TEXTS:
+            raise RequestError(413, f"{num_texts} texts to explain; send at most {MAX_QUEUED_TEXTS}", "inputs")
         try:
             self._explainer.check(label)
         except UserError as error:
-            raise _refusal(error) from None
+            raise _to_request_error(error) from None
 
-    async def submit(self, rows: Sequence[Row], label: str | None, deadline: float) -> list[dict[str, Any]]:
+    async def submit(self, rows: Sequence[AnsweredRow], label: str | None, deadline: float) -> list[dict[str, Any]]:
         """The explanation of each row's answer, or of `label`; `deadline` is on the loop's clock. Where it passes, or
         the caller is cancelled, the work ends."""
-        if self.waiting + len(rows) > MOST_WAITING:
-            retry_after = max(1, math.ceil(self.waiting * self._row_seconds))
+        if self.queued_texts + len(rows) > MAX_QUEUED_TEXTS:
+            retry_after = max(1, math.ceil(self.queued_texts * self._row_seconds))
             raise RequestError(503, "too many texts are waiting to be explained", retry_after=retry_after)
-        loop, over = asyncio.get_running_loop(), threading.Event()
-        self.waiting += len(rows)
+        loop, stop_event = asyncio.get_running_loop(), threading.Event()
+        self.queued_texts += len(rows)
         try:
             async with asyncio.timeout_at(deadline):
-                return await loop.run_in_executor(self._thread, self._explain, rows, label, over)
+                return await loop.run_in_executor(self._thread, self._explain, rows, label, stop_event)
         except TimeoutError:
             raise RequestError(504, "the deadline passed before the explanation was ready") from None
         except UserError as error:
-            raise _refusal(error) from None
+            raise _to_request_error(error) from None
         finally:
-            self.waiting -= len(rows)
-            over.set()
+            self.queued_texts -= len(rows)
+            stop_event.set()
 
     def close(self) -> None:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _explain(self, rows: Sequence[Row], label: str | None, over: threading.Event) -> list[dict[str, Any]]:
-        found = []
+    def _explain(
+        self, rows: Sequence[AnsweredRow], label: str | None, stop_event: threading.Event
+    ) -> list[dict[str, Any]]:
+        documents = []
         for row in rows:
-            began = time.monotonic()
+            started_at = time.monotonic()
             try:
-                found.append(self._explainer.explain(*row, label, stop=over.is_set).to_document())
-            except Stopped:
+                documents.append(self._explainer.explain(*row, label, should_stop=stop_event.is_set).to_document())
+            except ExplanationCancelled:
                 break  # nobody reads the rest
-            self._row_seconds = time.monotonic() - began
+            self._row_seconds = time.monotonic() - started_at
             self._on_done(self._row_seconds)
-        return found
+        return documents
 
 
-def _refusal(error: UserError) -> RequestError:
+def _to_request_error(error: UserError) -> RequestError:
     field = "parameters.label" if isinstance(error, LabelError) else "parameters.explain"
     return RequestError(422, str(error), field)
 

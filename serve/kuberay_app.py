@@ -12,47 +12,43 @@ from rtrain.core.errors import ConfigError, Problem
 from serve import model_specs
 from serve.auth import preflight
 from serve.deployment import deployment_options
-from serve.ray_config import actor_options
-from serve.replica import Replica
+from serve.ray_config import ray_actor_options
+from serve.replica import ServeReplica
 
 
 def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
-    """`arguments`: `artifact`, its folder, or `models`, folders by the names that they are asked for; and settings of
-    the section `serve` by their names, e.g. `threads`.
+    """Build the application. `arguments`: `artifact`, a folder, or `models`, folders by name; and settings of the
+    section `serve` by their names, e.g. `threads`.
 
-    Where it listens, and how many replicas there are, is up to who deploys it. Raises as `rtrain serve` does for a
-    damaged artefact, for one that the gate has refused, and for an address that others can reach without a key: that of
-    Ray Serve's proxies counts, whatever address the arguments have.
+    The deployer decides about address and number of replicas. Raises like `rtrain serve` for a damaged artifact, an
+    artifact that the gate has rejected, and an address that others can reach without a key; the address is that of Ray
+    Serve's proxies, whatever the arguments say.
     """
-    given = {f"serve.{name}": value for name, value in arguments.items() if name not in ("artifact", "models")}
-    settings = config.load("intent", given).deploy.serve
+    assignments = {f"serve.{name}": value for name, value in arguments.items() if name not in ("artifact", "models")}
+    settings = config.load_config("intent", assignments).deploy.serve
     if preflight.is_loopback(settings.host):
         settings = settings.model_copy(update={"host": ray_internals.serve_host() or settings.host})
-    preflight.check(settings)
-    artifacts = _artifacts(arguments)
-    model_specs.admit(artifacts, settings)
-    configured = ray.serve.deployment(
+    preflight.check_access(settings)
+    artifacts = _parse_artifacts(arguments)
+    model_specs.check_artifacts(artifacts, settings)
+    make_deployment = ray.serve.deployment(
         **deployment_options(settings, len(artifacts)),
         user_config={"models": {name: str(folder) for name, folder in artifacts.items()}},
-        ray_actor_options=actor_options(settings, settings.threads * len(artifacts)),
+        ray_actor_options=ray_actor_options(settings, settings.threads * len(artifacts)),
     )
     # How many replicas there are the file says to Ray alone, and a later one may say otherwise.
-    return configured(Replica).bind(settings, list(artifacts), several=True)
+    return make_deployment(ServeReplica).bind(settings, list(artifacts), has_peers=True)
 
 
-def _artifacts(arguments: Mapping[str, Any]) -> dict[str, Path]:
+def _parse_artifacts(arguments: Mapping[str, Any]) -> dict[str, Path]:
     if ("artifact" in arguments) == ("models" in arguments):
         fix = "write artifact, a folder; or models, folders by name"
         raise ConfigError(
-            [
-                Problem(
-                    "args", None, "it has to say what is served, in one of two ways", fix, code="conflicting_settings"
-                )
-            ]
+            [Problem("args", None, "exactly one of artifact and models is required", fix, code="conflicting_settings")]
         )
     if "models" in arguments:
         models = arguments["models"]
-        if not isinstance(models, Mapping) or not all(isinstance(one, str) for one in models.values()):
+        if not isinstance(models, Mapping) or not all(isinstance(folder, str) for folder in models.values()):
             raise ConfigError(
                 [Problem("args.models", models, "not folders by names", "write {NAME: FOLDER}", code="wrong_type")]
             )
@@ -62,4 +58,4 @@ def _artifacts(arguments: Mapping[str, Any]) -> dict[str, Path]:
             [Problem("args.artifact", arguments["artifact"], "not a folder", "write its path", code="wrong_type")]
         )
     folder = Path(arguments["artifact"])
-    return {rtrain.inference.artifact.read(folder, verify=False).name: folder}
+    return {rtrain.inference.artifact.read_artifact(folder, verify=False).name: folder}

@@ -1,7 +1,7 @@
-"""`rtrain serve`: an endpoint with the Ray that it needs.
+"""`rtrain serve`: an endpoint, and Ray if none is running.
 
-A Ray that is started for it has as many processes ahead as there will be actors. They import Ray Serve while this
-command imports its own part, and have the variables of Ray Serve, without which they could not become the actors.
+A Ray started here prestarts one process per actor. These processes import Ray Serve while this command imports its own
+part, and inherit the variables of Ray Serve, which actors need.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -11,60 +11,72 @@ from typing import TYPE_CHECKING
 
 from rtrain import ray_internals
 from rtrain.cluster import capacity
-from rtrain.cluster.connection import Needs, session, starts_ray
-from rtrain.config import Config, Serve
+from rtrain.cluster.connection import LocalClusterOptions, session, would_start_ray
+from rtrain.config import Config, ServeConfig
 from serve import replica_count
 from serve.ingress import ingress_choice
-from serve.ray_config import most_replicas, most_requests
+from serve.ray_config import max_replica_count, max_requests_per_replica
 
 if TYPE_CHECKING:
     from serve.deployment import Endpoint
 
-OWN_ACTORS = 2
+SERVE_ACTORS = 2
 """Ray Serve's controller and its proxy."""
 
 
 @contextmanager
-def endpoint(
-    config: Config, settings: Serve, artifacts: Mapping[str, Path], tell: Callable[[str], None]
+def launch_endpoint(
+    config: Config, settings: ServeConfig, artifacts: Mapping[str, Path], notify: Callable[[str], None]
 ) -> Iterator["Endpoint"]:
-    """Serve the artefacts, each by the name that it is given, for the `with` block, by `settings` in place of those of
-    `config`. Raises as `deployment.start` does."""
+    """Serve the artifacts, each by the name that it is given, for the `with` block, by `settings` in place of those of
+    `config`. Raises as `deployment.start_endpoint` does."""
     folders = artifacts.values()
     folder = next(iter(folders)).parent
-    chosen, needs = None, Needs()
-    if starts_ray(config):
-        settings = _sized(settings, folders, replica_count.alone(), tell)
-        most, replicas = most_requests(settings, len(artifacts)), most_replicas(settings)
-        chosen = ingress_choice.Chosen(ingress_choice.choose(settings, most, replicas, tell, before_ray=True))
-        needs = Needs(
-            ahead=OWN_ACTORS + settings.copies,
-            environment=ingress_choice.variables(chosen.front),
-            first=f"{ray_internals.before_actors.__module__}.{ray_internals.before_actors.__name__}",
-            meanwhile=_import,
+    selected_ingress, needs = None, LocalClusterOptions()
+    if would_start_ray(config):
+        settings = _set_replicas(settings, folders, replica_count.local_host(), notify)
+        max_requests, max_replicas = max_requests_per_replica(settings, len(artifacts)), max_replica_count(settings)
+        selected_ingress = ingress_choice.IngressChoice(
+            ingress_choice.select_ingress(settings, max_requests, max_replicas, notify, before_ray=True)
+        )
+        needs = LocalClusterOptions(
+            prestarted_workers=SERVE_ACTORS + settings.min_replicas,
+            environment=ingress_choice.controller_environment(selected_ingress.haproxy),
+            worker_setup_function=f"{ray_internals.prepare_actor_process.__module__}.{ray_internals.prepare_actor_process.__name__}",
+            background_task=_import_serve,
         )
     try:
-        with session(config, folder, lambda event: tell(event["text"]), needs=needs):
+        with session(config, folder, lambda event: notify(event["text"]), options=needs):
             from serve import deployment
 
-            if chosen is None:
-                where = replica_count.host([one.has for one in capacity.free()], several=ingress_choice.several_nodes())
-                settings = _sized(settings, folders, where, tell)
-            with deployment.start(artifacts, settings, tell=tell, chosen=chosen) as found:
-                yield found
+            if selected_ingress is None:
+                host_capacity = replica_count.ray_host(
+                    [host.resources for host in capacity.available_nodes()],
+                    is_multi_node=ingress_choice.has_several_nodes(),
+                )
+                settings = _set_replicas(settings, folders, host_capacity, notify)
+            with deployment.start_endpoint(
+                artifacts, settings, notify=notify, selected_ingress=selected_ingress
+            ) as running_endpoint:
+                yield running_endpoint
     finally:
-        if chosen is not None and chosen.front is not None:
-            ingress_choice.remove(chosen.front.folder)  # where Ray did not start, say
+        if selected_ingress is not None and selected_ingress.haproxy is not None:
+            ingress_choice.remove(selected_ingress.haproxy.folder)  # where Ray did not start, say
 
 
-def _sized(settings: Serve, folders: Iterable[Path], where: replica_count.Host, tell: Callable[[str], None]) -> Serve:
-    """With as many replicas as there is room for, where nobody has said how many."""
-    found, line = replica_count.resolved(settings, folders, where)
-    if line:
-        tell(line)
-    return found
+def _set_replicas(
+    settings: ServeConfig,
+    folders: Iterable[Path],
+    host_capacity: replica_count.HostCapacity,
+    notify: Callable[[str], None],
+) -> ServeConfig:
+    """Set the number of replicas from the available capacity, if it is not configured."""
+    sized_settings, message = replica_count.resolve_replicas(settings, folders, host_capacity)
+    if message:
+        notify(message)
+    return sized_settings
 
 
-def _import() -> None:
+def _import_serve() -> None:
     ray_internals.import_serve()
     import serve.deployment  # noqa: F401

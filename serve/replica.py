@@ -15,144 +15,158 @@ import ray.serve.exceptions
 from fastapi import FastAPI
 
 from rtrain import ray_internals
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.core import env
 from rtrain.core.errors import UserError
 from rtrain.inference.predictor import Predictor
+from serve import middleware
 from serve.app import build_app
-from serve.auth import middleware, preflight
+from serve.auth import preflight
 from serve.ingress import direct
-from serve.model import Lasting
-from serve.observability.aggregation import join_expositions
-from serve.ray_config import most_replicas, most_requests
-from serve.registry import Models, build_desk, over_grpc
-from serve.rollout.model_slot import Plan
-from serve.rollout.ray_app import VERSIONS
+from serve.model import ModelState
+from serve.observability.aggregation import merge_expositions
+from serve.ray_config import max_replica_count, max_requests_per_replica
+from serve.registry import ModelRegistry, build_multi_model_app, grpc_side_server
+from serve.rollout.model_slot import CanaryPlan
+from serve.rollout.ray_app import VERSIONS_KEY
 
 logger = logging.getLogger(__name__)
 
-RATE_S = 0.5
-"""Seconds in which a replica tells what it has let in of a key's rate, for which a request waits."""
-ANSWER_S = 2.0
-"""Seconds in which a replica answers what it knows at once; one that hangs is not waited for."""
-Wish = dict[str, Any]
-"""What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, and `VERSIONS`."""
+RATE_QUERY_TIMEOUT_S = 0.5
+"""Timeout for a replica's used count of a rate limit; a request waits for it."""
+METRICS_TIMEOUT_S = 2.0
+"""Timeout for the metrics of a replica; a replica that hangs is skipped."""
+UserConfig = dict[str, Any]
+"""What Ray hands to replicas as `user_config`: `{"models": {NAME: FOLDER}}`, and `VERSIONS_KEY`."""
 
 
 @ray.serve.ingress()
-class Replica:
-    """Answers with the artefacts that Ray hands it as `user_config`; a bad one never takes traffic. Which models there
-    are is settled when it is made: others are another deployment. What others ask it by Ray is `async`, and so runs on
-    the loop, where requests are counted: the rest Ray runs in threads."""
+class ServeReplica:
+    """Ray Serve deployment: serves the artifacts that Ray passes as `user_config`. An invalid artifact never gets
+    traffic. The set of models is fixed at construction. Methods that Ray calls are `async`, so they run on the event
+    loop that counts requests; Ray runs others in threads."""
 
-    def __init__(self, settings: Serve, names: Sequence[str], *, several: bool | None = None):
-        """`several`: whether there may be others, whose counts are told with its own; None: by the settings."""
-        self._settings, self._door = settings, middleware.door(settings)
-        self._lasting = {name: Lasting(settings, self._door) for name in names}
-        several = most_replicas(settings) > 1 if several is None else several
-        self._joined = self._join_expositions if several else None
+    def __init__(self, settings: ServeConfig, names: Sequence[str], *, has_peers: bool | None = None):
+        """`has_peers`: whether other replicas may exist, whose metrics and rates are merged; None: derived from the
+        settings."""
+        self._settings, self._authenticator = settings, middleware.make_authenticator(settings)
+        self._model_states = {name: ModelState(settings, self._authenticator) for name in names}
+        has_peers = max_replica_count(settings) > 1 if has_peers is None else has_peers
+        self._metrics_source = self._merge_replica_metrics if has_peers else None
         self._name = secrets.token_hex(4)
-        self._models = Models(self._lasting, self._make, self._desk, over_grpc(settings, self._door, shared=True))
-        self._changes: set[asyncio.Task[None]] = set()
-        if self._door is not None and several:
-            self._door.rates.others = self._taken_elsewhere
-        direct.install(self._models, most_requests(settings, len(names)))
+        self._model_registry = ModelRegistry(
+            self._model_states,
+            self._build_version,
+            self._build_multi_model_app,
+            grpc_side_server(settings, self._authenticator, is_port_shared=True),
+        )
+        self._change_tasks: set[asyncio.Task[None]] = set()
+        if self._authenticator is not None and has_peers:
+            self._authenticator.rate_limiter.fetch_other_counts = self._fetch_other_counts
+        direct.install_replica_server(self._model_registry, max_requests_per_replica(settings, len(names)))
 
-    def __serve_build_asgi_app__(self) -> Models:
-        return self._models
+    def __serve_build_asgi_app__(self) -> ModelRegistry:
+        return self._model_registry
 
-    def _desk(self, models: Models) -> FastAPI:
-        return build_desk(models, self._settings, self._door, self._joined)
+    def _build_multi_model_app(self, model_registry: ModelRegistry) -> FastAPI:
+        return build_multi_model_app(model_registry, self._settings, self._authenticator, self._metrics_source)
 
-    async def _make(self, name: str, artifact: Path) -> FastAPI:
+    async def _build_version(self, name: str, folder: Path) -> FastAPI:
         # Ray shows a replica the GPU that it was given, and no other.
-        device = "cuda" if self._settings.gpus and not env.gpus_are_counted() else "cpu"
+        device = "cuda" if self._settings.gpus and not env.uses_fake_gpus() else "cpu"
         precision = self._settings.precision if device == "cuda" else "fp32"
-        predictor = await asyncio.to_thread(Predictor.load, artifact, self._settings.threads, device, precision)
-        # Whoever deploys a file names the artefact in `user_config`, which Ray hands to replicas alone.
-        preflight.admit(predictor.artifact, artifact, self._settings)
+        predictor = await asyncio.to_thread(Predictor.load, folder, self._settings.threads, device, precision)
+        # Whoever deploys a file names the artifact in `user_config`, which Ray hands to replicas alone.
+        preflight.require_servable(predictor.artifact, folder, self._settings)
         predictor.artifact = replace(predictor.artifact, name=name)
-        return build_app(predictor, self._settings, self._joined, self._lasting[name])
+        return build_app(predictor, self._settings, self._metrics_source, self._model_states[name])
 
-    async def reconfigure(self, wish: Wish) -> None:
-        """At the start, load what is to be served. Later only begin to: Ray routes nothing to a replica while this
-        runs, and ends one in which it raises."""
-        if not self._models.loaded:
-            await self._models.become(wish["models"], wish.get(VERSIONS, {}))
+    async def reconfigure(self, user_config: UserConfig) -> None:
+        """Load the configured artifacts: at the start before returning, later in a task. Ray routes nothing to a
+        replica while this runs, and stops the replica if it raises."""
+        if not self._model_registry.is_loaded:
+            await self._model_registry.apply(user_config["models"], user_config.get(VERSIONS_KEY, {}))
         else:
-            change = asyncio.create_task(self._become(wish))
-            self._changes.add(change)  # asyncio alone keeps no task from being collected
-            change.add_done_callback(self._changes.discard)
+            change = asyncio.create_task(self._apply(user_config))
+            self._change_tasks.add(change)  # asyncio alone keeps no task from being collected
+            change.add_done_callback(self._change_tasks.discard)
 
-    async def _become(self, wish: Wish) -> None:
+    async def _apply(self, user_config: UserConfig) -> None:
         try:
-            await self._models.become(wish["models"], wish.get(VERSIONS, {}))
-        except Exception:  # whatever it is, what answers goes on
-            logger.exception("the artefacts %s cannot be served", wish["models"])
+            await self._model_registry.apply(user_config["models"], user_config.get(VERSIONS_KEY, {}))
+        except Exception:  # whatever it is, the current version keeps serving
+            logger.exception("the artifacts %s cannot be served", user_config["models"])
 
-    async def load(self, model: str, artifact: str, version: str = "") -> str:
+    async def load_candidate(self, model: str, folder: str, version: str = "") -> str:
         """Load and prove a candidate; why that fails, or nothing."""
         try:
-            await self._models.versions[model].load(artifact, version)
+            await self._model_registry.slots[model].load_candidate(folder, version)
         except UserError as error:
             return str(error)
         except Exception as error:  # of an engine, say: no candidate may end what answers
-            logger.exception("the artefact %s cannot be loaded", artifact)
+            logger.exception("the artifact %s cannot be loaded", folder)
             return f"{type(error).__name__}: {error}"
         return ""
 
-    async def drop(self, model: str) -> None:
-        self._models.versions[model].drop()
+    async def drop_candidate(self, model: str) -> None:
+        self._model_registry.slots[model].drop_candidate()
 
-    async def follow(self, model: str, plan: dict[str, Any]) -> dict[str, Any]:
-        """Try a candidate as planned: `refusal`, where it cannot be loaded, or `seen`, a `judge.Tally`, and `ratio`."""
-        versions = self._models.versions[model]
+    async def start_canary(self, model: str, plan: dict[str, Any]) -> dict[str, Any]:
+        """Try a candidate as planned: `refusal`, where it cannot be loaded, or `seen`, a `canary.CanaryStats`, and
+        `ratio`."""
+        slot = self._model_registry.slots[model]
         try:
-            await versions.follow(Plan(**plan))
+            await slot.start_canary(CanaryPlan(**plan))
         except Exception as error:  # no candidate may end what answers
             return {"refusal": str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"}
-        trial = versions.trial
-        return {"refusal": "", "seen": trial.tally(), "ratio": trial.ratio} if trial else {"refusal": "it has gone"}
+        shadow_test = slot.shadow_test
+        return (
+            {"refusal": "", "stats": shadow_test.collect_stats(), "ratio": shadow_test.ratio}
+            if shadow_test
+            else {"refusal": "it has gone"}
+        )
 
     async def status(self) -> dict[str, Any]:
         """What `rtrain serve status` tells of a replica."""
-        models = {name: versions.status() for name, versions in self._models.versions.items()}
+        models = {name: versions.status() for name, versions in self._model_registry.slots.items()}
         return {"process": os.getpid(), "models": models}
 
-    async def serves(self) -> dict[str, tuple[str, str]]:
-        """Folder and version of what answers, by the model's name."""
-        current = {name: versions.current for name, versions in self._models.versions.items()}
+    async def serving_versions(self) -> dict[str, tuple[str, str]]:
+        """Folder and version of each model that is served, by name."""
+        current = {name: versions.current for name, versions in self._model_registry.slots.items()}
         return {name: (version.folder, version.name) for name, version in current.items() if version is not None}
 
     def check_health(self) -> None:
-        if self._models.loaded and not self._models.ready:
+        if self._model_registry.is_loaded and not self._model_registry.is_ready:
             raise RuntimeError("an engine call has not returned within the deadline")
 
-    async def exposition(self) -> tuple[str, str]:
+    async def render_metrics(self) -> tuple[str, str]:
         """This replica's name among the metrics, and its metrics."""
-        return self._name, self._models.exposition()
+        return self._name, self._model_registry.render_metrics()
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        return self._models.load()
+        return self._model_registry.report_load()
 
-    async def taken(self, key: str, rate: str) -> tuple[str, int]:
-        """This replica's name, and what it has taken of a key's rate."""
-        return self._name, 0 if self._door is None else self._door.rates.taken(key, rate)
+    async def count_used(self, key_id: str, rate: str) -> tuple[str, int]:
+        """This replica's name, and its used count of a key's rate."""
+        return self._name, 0 if self._authenticator is None else self._authenticator.rate_limiter.count_used(
+            key_id, rate
+        )
 
-    async def _taken_elsewhere(self, key: str, rate: str) -> list[int]:
+    async def _fetch_other_counts(self, key_id: str, rate: str) -> list[int]:
         try:
-            taken = dict(await of_all("taken", key, rate, timeout_s=RATE_S))
+            counts = dict(await broadcast("count_used", key_id, rate, timeout_s=RATE_QUERY_TIMEOUT_S))
         except (ray.exceptions.RayError, ray.serve.exceptions.RayServeException, TimeoutError):
             return []  # a client is let in rather than refused for what Ray does not know
-        return [count for name, count in taken.items() if name != self._name]
+        return [count for name, count in counts.items() if name != self._name]
 
-    async def _join_expositions(self) -> str:
-        return join_expositions(dict(await of_all("exposition", timeout_s=ANSWER_S)))
+    async def _merge_replica_metrics(self) -> str:
+        return merge_expositions(dict(await broadcast("render_metrics", timeout_s=METRICS_TIMEOUT_S)))
 
 
-async def of_all(method: str, *given: object, timeout_s: float | None = None) -> list[Any]:
-    """What each replica of this application answers; one that ends just now, or is late, is left out."""
+async def broadcast(method: str, *args: object, timeout_s: float | None = None) -> list[Any]:
+    """Replies of all replicas of this application; late and stopping replicas are left out."""
     context = ray.serve.get_replica_context()
     handle = ray.serve.get_deployment_handle(context.deployment, context.app_name)
-    found = await ray_internals.broadcast_results(handle.broadcast(method, *given), timeout_s)
-    return [one for one in found if not isinstance(one, BaseException)]
+    replies = await ray_internals.collect_broadcast_results(handle.broadcast(method, *args), timeout_s)
+    return [reply for reply in replies if not isinstance(reply, BaseException)]

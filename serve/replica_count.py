@@ -1,5 +1,5 @@
-"""How many replicas there are where nobody has said it: as many as the machine has room for. Pure, but for `alone` and
-`host`."""
+"""How many replicas there are where nobody has said it: as many as the machine has room for. Pure, but for `local_host`
+and `ray_host`."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -7,64 +7,77 @@ from typing import NamedTuple
 
 import psutil
 
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.core import cgroup_limits, engines, env
 
-MOST = 4
+MAX_DEFAULT_REPLICAS = 4
 """More replicas are wanted by those who have such a load, and know of it."""
-OWN_MB = 400.0
+REPLICA_BASE_MB = 400.0
 """Memory of a replica beside its models: 416 to 444 MB with one of 18 MB."""
-LOADED = 2.0
+MODEL_MEMORY_FACTOR = 2.0
 """Memory of a loaded model over the size of its files, with another one beside it while it changes."""
-PLANS_MB = 350.0
+SHAPE_PLANS_MB = 350.0
 """Memory of the plans of a graph for all shapes of its calls: 335 MB for 230 shapes of a model of 6 layers of 384, 190
 MB for 159 of one of 2 layers of 32 (OpenVINO, an AMD EPYC)."""
 
 
-class Host(NamedTuple):
+class HostCapacity(NamedTuple):
     """Where replicas may run."""
 
     cores: int
     memory_mb: float
-    several: bool = False
+    is_multi_node: bool = False
     """Whether there are several machines, or may be."""
 
 
-def alone() -> Host:
+def local_host() -> HostCapacity:
     """This machine, before it has a Ray of its own."""
-    available, limit = psutil.virtual_memory().available, cgroup_limits.memory()
-    return Host(env.cores(), (available if limit is None else min(available, limit)) / 1e6)
+    available, limit = psutil.virtual_memory().available, cgroup_limits.free_memory_bytes()
+    return HostCapacity(env.available_cores(), (available if limit is None else min(available, limit)) / 1e6)
 
 
-def host(free: Iterable[Mapping[str, float]], several: bool) -> Host:
-    """This machine, as part of a Ray that is there. `free`: what its nodes have free."""
-    return Host(env.cores(), sum(node.get("memory", 0.0) for node in free) / 1e6, several)
+def ray_host(free_nodes: Iterable[Mapping[str, float]], is_multi_node: bool) -> HostCapacity:
+    """This machine, as part of a Ray that is there. `free_nodes`: what its nodes have free."""
+    return HostCapacity(env.available_cores(), sum(node.get("memory", 0.0) for node in free_nodes) / 1e6, is_multi_node)
 
 
-def resolved(settings: Serve, artifacts: Iterable[Path], where: Host) -> tuple[Serve, str]:
+def resolve_replicas(
+    settings: ServeConfig, artifacts: Iterable[Path], host_capacity: HostCapacity
+) -> tuple[ServeConfig, str]:
     """The settings with a number of replicas, and what to tell of it where the machine has decided; nothing where it is
     the usual one.
 
-    A core each, up to `MOST`, beside one for HAProxy where there are more than two: on two, a second replica and
-    HAProxy would take the time of the first. On a cluster one, since what its nodes are for is not known here; and one
-    where the number follows the load.
+    A core each, up to `MAX_DEFAULT_REPLICAS`, beside one for HAProxy where there are more than two: on two, a second
+    replica and HAProxy would take the time of the first. On a cluster one, since what its nodes are for is not known
+    here; and one where the number follows the load.
     """
     if settings.replicas is not None:
         return settings, ""
     folders = list(artifacts)
-    number, line = 1, ""
-    if not where.several and where.cores > 2 and not settings.max_replicas:
-        each_mb = OWN_MB + LOADED * sum(map(_size_mb, folders)) + PLANS_MB * sum(map(_plans_by_shape, folders))
-        by_cores = min(MOST, (where.cores - 1) // (settings.threads * len(folders)))
-        number = max(1, min(by_cores, int(where.memory_mb / each_mb)))
-        memory = "" if number == max(1, by_cores) else f" and {where.memory_mb / 1e3:.1f} GB of free memory"
-        line = f"{number} {'replica' if number == 1 else 'replicas'}, by {where.cores} cores{memory} (serve.replicas)"
-    return settings.model_copy(update={"replicas": number}), line
+    num_replicas, message = 1, ""
+    if not host_capacity.is_multi_node and host_capacity.cores > 2 and not settings.max_replicas:
+        replica_mb = (
+            REPLICA_BASE_MB
+            + MODEL_MEMORY_FACTOR * sum(map(_folder_size_mb, folders))
+            + SHAPE_PLANS_MB * sum(map(_has_shape_plans, folders))
+        )
+        max_by_cores = min(MAX_DEFAULT_REPLICAS, (host_capacity.cores - 1) // (settings.threads * len(folders)))
+        num_replicas = max(1, min(max_by_cores, int(host_capacity.memory_mb / replica_mb)))
+        memory = (
+            ""
+            if num_replicas == max(1, max_by_cores)
+            else f" and {host_capacity.memory_mb / 1e3:.1f} GB of free memory"
+        )
+        message = (
+            f"{num_replicas} {'replica' if num_replicas == 1 else 'replicas'}, by {host_capacity.cores} "
+            f"cores{memory} (serve.replicas)"
+        )
+    return settings.model_copy(update={"replicas": num_replicas}), message
 
 
-def _plans_by_shape(folder: Path) -> bool:
-    return any(engine.plans_by_shape and engine.present(folder) for engine in engines.ENGINES.values())
+def _has_shape_plans(folder: Path) -> bool:
+    return any(engine.compiles_per_shape and engine.find_files(folder) for engine in engines.ENGINES.values())
 
 
-def _size_mb(folder: Path) -> float:
+def _folder_size_mb(folder: Path) -> float:
     return sum(file.stat().st_size for file in folder.iterdir() if file.is_file()) / 1e6

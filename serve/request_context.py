@@ -1,6 +1,6 @@
-"""What every request is wrapped in: its number, the model's name on its answer, metrics, log line, span, last resort.
+"""Context of every request: request id, version headers, metrics, access log, trace, and the last error handler.
 
-Nothing here reads a body, and nothing that is counted, logged or traced has a text in it.
+It reads no bodies. Metrics, log lines and traces never contain texts.
 """
 
 import itertools
@@ -19,41 +19,41 @@ from urllib.parse import quote
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.inference.artifact import Artifact
 from rtrain.inference.predictor import Predictor
-from serve.auth import middleware
+from serve import middleware
 from serve.auth.preflight import STDERR
-from serve.observability.tracing import Span, Spans
+from serve.observability.tracing import RequestSpan, Tracer
 from serve.schemas.predict import RequestError
 
 logger = logging.getLogger(__name__)
 
-CLIENT_GONE = 499
+CLIENT_CLOSED_REQUEST = 499
 """Status in the metrics (nginx's) of a request whose client left before the answer."""
-REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,128}")
-"""What a client may send as x-request-id; in place of anything else it gets one of ours."""
-HAS_LEFT = "has_left"
+REQUEST_ID_PATTERN = re.compile(rb"[A-Za-z0-9._-]{1,128}")
+"""Valid values of x-request-id from a client; any other value is replaced by a generated id."""
+CLIENT_DISCONNECTED = "is_disconnected"
 """The key of `scope["state"]` that says, where the server knows, whether the client has left."""
-HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
+READ_HEADERS = (b"traceparent", b"tracestate", b"x-request-id")
 
 
 @dataclass
-class Record:
-    """What is counted of a request on its way; its place is `scope["state"]["record"]`."""
+class RequestStats:
+    """Counters of a request, in `scope["state"]["request_stats"]`."""
 
     id: str
     texts: int = 0
     tokens: int = 0
-    cut: int = 0
+    truncated_inputs: int = 0
     """Texts that were longer than the model reads."""
-    has_left: Callable[[], bool] = lambda: False
+    is_disconnected: Callable[[], bool] = lambda: False
     """Whether the client is known to have left."""
 
 
-class _File(logging.handlers.WatchedFileHandler):
-    def handleError(self, record: logging.LogRecord) -> None:
-        """Raise what has happened: logging would print a traceback for each line."""
+class _ReopeningFileHandler(logging.handlers.WatchedFileHandler):
+    def handleError(self, request_stats: logging.LogRecord) -> None:
+        """Raise the current exception: logging would print a traceback for each line."""
         raise  # it is called where one was caught
 
 
@@ -66,22 +66,26 @@ class AccessLog:
         self._failed = False
         if path is None:
             return
-        handler = logging.StreamHandler(sys.stderr) if path == STDERR else _File(path, encoding="utf-8", delay=True)
+        handler = (
+            logging.StreamHandler(sys.stderr)
+            if path == STDERR
+            else _ReopeningFileHandler(path, encoding="utf-8", delay=True)
+        )
         handler.setFormatter(logging.Formatter("%(message)s"))
         # It belongs to no hierarchy: a program's settings of logging must not send it elsewhere.
         self._logger = logging.Logger("rtrain.access")
         self._logger.addHandler(handler)
 
     @property
-    def kept(self) -> bool:
+    def is_enabled(self) -> bool:
         return self._logger is not None
 
     def write(self, **fields: Any) -> None:
         if self._logger is not None:
-            made = time.time()
-            stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(made)) + f".{int(made * 1000) % 1000:03d}Z"
+            now = time.time()
+            timestamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now)) + f".{int(now * 1000) % 1000:03d}Z"
             try:
-                self._logger.info("%s", json.dumps({"time": stamp, **fields}, ensure_ascii=True))
+                self._logger.info("%s", json.dumps({"time": timestamp, **fields}, ensure_ascii=True))
             except OSError as error:  # its folder is gone, or its disk full: requests are answered all the same
                 if not self._failed:
                     sys.stderr.write(f"rtrain: the access log cannot be written: {error}\n")
@@ -94,120 +98,145 @@ class AccessLog:
             handler.close()
 
 
-class Envelope:
+class RequestContextMiddleware:
     def __init__(
         self,
         app: ASGIApp,
         predictor: Predictor | None,
-        settings: Serve,
-        answered: Callable[[str, int, float], None],
-        spans: Spans,
+        settings: ServeConfig,
+        on_response: Callable[[str, int, float], None],
+        tracer: Tracer,
         access_log: AccessLog,
     ):
-        """`answered` is told the route, the status and the seconds of each request. `predictor`: None where what
-        answers is no model."""
-        self._app, self._answered, self._spans, self._log = app, answered, spans, access_log
-        self._security, self._asks_for_keys = middleware.security_headers(settings), settings.keys is not None
+        """`on_response` receives route, status and seconds of each request. `predictor`: None for an application of
+        several models."""
+        self._app, self._on_response, self._tracer, self._access_log = app, on_response, tracer, access_log
+        self._security_headers, self._requires_keys = middleware.security_headers(settings), settings.keys is not None
         # Not random for each: the system's call for that lets the engine's thread in, and waits until it has done.
-        self._process, self._numbers = secrets.token_hex(10), itertools.count()
-        names, self._model = {}, {}
+        self._process_prefix, self._request_counter = secrets.token_hex(10), itertools.count()
+        names, self._model_fields = {}, {}
         if predictor is not None:
-            names, self._model = parts_of(predictor), model_of(predictor.artifact)
-        self._headers = [(name.encode(), value.encode()) for name, value in names.items()]
+            names, self._model_fields = version_headers(predictor), model_log_fields(predictor.artifact)
+        self._version_headers = [(name.encode(), value.encode()) for name, value in names.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began, status = time.monotonic(), CLIENT_GONE
-        given = {name: value for name, value in scope["headers"] if name in HEADERS}
-        asked = given.get(b"x-request-id", b"")
-        record = Record(asked.decode() if REQUEST_ID.fullmatch(asked) else f"{self._process}{next(self._numbers):012x}")
+        started_at, status = time.monotonic(), CLIENT_CLOSED_REQUEST
+        request_headers = {name: value for name, value in scope["headers"] if name in READ_HEADERS}
+        client_request_id = request_headers.get(b"x-request-id", b"")
+        request_stats = RequestStats(
+            client_request_id.decode()
+            if REQUEST_ID_PATTERN.fullmatch(client_request_id)
+            else f"{self._process_prefix}{next(self._request_counter):012x}"
+        )
         state = scope.setdefault("state", {})
-        state["record"] = record
-        record.has_left = state.get(HAS_LEFT, record.has_left)
+        state["request_stats"] = request_stats
+        request_stats.is_disconnected = state.get(CLIENT_DISCONNECTED, request_stats.is_disconnected)
 
-        async def send_enveloped(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                headers = middleware.hardened(message["headers"], self._security)
+                headers = middleware.add_missing_headers(message["headers"], self._security_headers)
                 # Whoever has no key learns no model's name and version.
-                known = scope.get("state", {}).get("known", not self._asks_for_keys)
-                headers += [*(self._headers if known else ()), (b"x-request-id", record.id.encode())]
+                is_authenticated = scope.get("state", {}).get("is_authenticated", not self._requires_keys)
+                headers += [
+                    *(self._version_headers if is_authenticated else ()),
+                    (b"x-request-id", request_stats.id.encode()),
+                ]
                 message = {**message, "headers": headers}
             await send(message)
 
-        with self._spans.request(given) as span:
+        with self._tracer.request_span(request_headers) as span:
             try:
-                await self._app(scope, receive, send_enveloped)
+                await self._app(scope, receive, send_with_headers)
             except ClientDisconnect:
                 pass
             except Exception:
-                if status != CLIENT_GONE:  # the answer is on its way; only the server can still break it off
+                if status != CLIENT_CLOSED_REQUEST:  # the answer is on its way; only the server can still break it off
                     raise
-                logger.exception("unexpected error in %s %r (request %s)", scope["method"], scope["path"], record.id)
+                logger.exception(
+                    "unexpected error in %s %r (request %s)", scope["method"], scope["path"], request_stats.id
+                )
                 error = RequestError(500, "internal error; the server's log has the cause")
-                await middleware.answer(error, middleware.route(scope))(scope, receive, send_enveloped)
+                await middleware.error_response(error, middleware.route_path(scope))(scope, receive, send_with_headers)
             finally:
-                self._count(scope, record, span, status, time.monotonic() - began)
+                self._count_response(scope, request_stats, span, status, time.monotonic() - started_at)
 
-    def _count(self, scope: Scope, record: Record, span: Span, status: int, seconds: float) -> None:
+    def _count_response(
+        self, scope: Scope, request_stats: RequestStats, span: RequestSpan, status: int, seconds: float
+    ) -> None:
         """Count by the route's template, never by the path, which may hold anything."""
         route = getattr(scope.get("route"), "path", "other")
-        self._answered(route, status, seconds)
-        if span.trace is None and not self._log.kept:
+        self._on_response(route, status, seconds)
+        if span.trace_id is None and not self._access_log.is_enabled:
             return
-        tell(record, client_of(scope), scope["method"], route, status, seconds, span, self._log, self._model)
+        log_request(
+            request_stats,
+            client_name(scope),
+            scope["method"],
+            route,
+            status,
+            seconds,
+            span,
+            self._access_log,
+            self._model_fields,
+        )
 
 
-def tell(
-    record: Record,
+def log_request(
+    request_stats: RequestStats,
     client: str,
     method: str,
     route: str,
     status: int,
     seconds: float,
-    span: Span,
-    log: AccessLog,
-    model: Mapping[str, str],
+    span: RequestSpan,
+    access_log: AccessLog,
+    model_fields: Mapping[str, str],
 ) -> None:
     """The span, and the line of the log, of a request that has ended."""
-    made: Mapping[str, str | int] = {"texts": record.texts, "tokens": record.tokens, "cut": record.cut}
+    counts: Mapping[str, str | int] = {
+        "inputs": request_stats.texts,
+        "tokens": request_stats.tokens,
+        "truncated_inputs": request_stats.truncated_inputs,
+    }
     span.end(
         f"{method} {route}",
         {
             "http.request.method": method,
             "http.route": route,
             "http.response.status_code": status,
-            "rtrain.request_id": record.id,
-            **{f"rtrain.{name}": value for name, value in made.items()},
+            "rtrain.request_id": request_stats.id,
+            **{f"rtrain.{name}": value for name, value in counts.items()},
         },
     )
-    log.write(
-        id=record.id,
+    access_log.write(
+        id=request_stats.id,
         client=client,
         method=method,
         route=route,
         status=status,
         ms=round(1000 * seconds, 3),
-        **made,
-        **model,
-        **({"trace": span.trace} if span.trace else {}),
+        **counts,
+        **model_fields,
+        **({"trace_id": span.trace_id} if span.trace_id else {}),
     )
 
 
-def parts_of(predictor: "Predictor") -> dict[str, str]:
-    """Headers by which a reply tells the model, and the versions of its parts."""
+def version_headers(predictor: "Predictor") -> dict[str, str]:
+    """Reply headers with the model's name and the versions of its parts."""
     revisions = {f"x-{part}-version": digest for part, digest in predictor.revisions.items()}
     return {"x-model-name": quote(predictor.artifact.name), **revisions}
 
 
-def model_of(made: Artifact) -> dict[str, str]:
+def model_log_fields(artifact: Artifact) -> dict[str, str]:
     """As the log names it."""
-    return {"model": made.name, "version": made.version}
+    return {"model": artifact.name, "version": artifact.version}
 
 
-def client_of(scope: Scope) -> str:
+def client_name(scope: Scope) -> str:
     """Who asks, by the name of the key (`guard`); empty where nobody is asked for one."""
-    return scope.get("state", {}).get("key") or ""
+    return scope.get("state", {}).get("key_name") or ""

@@ -15,79 +15,85 @@ from pathlib import Path
 import uvicorn
 from fastapi import FastAPI
 
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.inference.predictor import Predictor
 from rtrain.ray_internals import ReplicaServer
+from serve import middleware
 from serve.app import build_app
-from serve.auth import middleware
 from serve.ingress import direct, http_protocol, tls
-from serve.ingress.address import Address, free_address, listening, refuse_grpc_port
-from serve.model import Lasting
+from serve.ingress.address import Address, find_free_address, open_listener, refuse_grpc_port
+from serve.model import ModelState
 from serve.observability import tracing
-from serve.ray_config import most_requests
-from serve.registry import Models, build_desk, over_grpc
+from serve.ray_config import max_requests_per_replica
+from serve.registry import ModelRegistry, build_multi_model_app, grpc_side_server
 
 BACKLOG = 1024
-STARTED_S = 0.01
+STARTUP_POLL_S = 0.01
 """Between two looks whether the server listens."""
 
 
-def check(settings: Serve) -> None:
+def check_standalone_settings(settings: ServeConfig) -> None:
     """Raises `ConfigError` for settings that one process cannot follow."""
-    found = []
+    problems = []
     for name in ("replicas", "max_replicas"):
         if (value := getattr(settings, name)) is not None and value > 1:
-            found.append(
+            problems.append(
                 Problem(
                     f"serve.{name}",
                     value,
-                    "--alone is one process",
-                    "write 1, or leave out --alone",
+                    "--standalone is one process",
+                    "write 1, or leave out --standalone",
                     code="conflicting_settings",
                 )
             )
     if settings.ingress == "haproxy":
-        reason = "--alone answers without a proxy"
-        found.append(
-            Problem("serve.ingress", "haproxy", reason, "write auto, or leave out --alone", code="conflicting_settings")
+        reason = "--standalone answers without a proxy"
+        problems.append(
+            Problem(
+                "serve.ingress", "haproxy", reason, "write auto, or leave out --standalone", code="conflicting_settings"
+            )
         )
     for name in ("gpus", "labels"):
         if value := getattr(settings, name):
-            reason = "--alone answers with the processor of this machine"
-            found.append(
+            reason = "--standalone answers with the processor of this machine"
+            problems.append(
                 Problem(
-                    f"serve.{name}", value, reason, "leave it out, or leave out --alone", code="conflicting_settings"
+                    f"serve.{name}",
+                    value,
+                    reason,
+                    "leave it out, or leave out --standalone",
+                    code="conflicting_settings",
                 )
             )
-    if found:
-        raise ConfigError(found)
-    tracing.check(settings)
+    if problems:
+        raise ConfigError(problems)
+    tracing.check_tracing(settings)
 
 
-def run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[Address], None]) -> None:
-    """Answer with artefacts, each by its name, until Ctrl-C or SIGTERM, which raise KeyboardInterrupt once requests in
-    progress have ended. `tell` gets the address when it answers."""
-    check(settings)
-    asyncio.run(_run(artifacts, settings, tell))
+def run_standalone(artifacts: Mapping[str, Path], settings: ServeConfig, on_ready: Callable[[Address], None]) -> None:
+    """Answer with artifacts, each by its name, until Ctrl-C or SIGTERM, which raise KeyboardInterrupt once requests in
+    progress have ended. `on_ready` gets the address when it answers."""
+    check_standalone_settings(settings)
+    asyncio.run(_run(artifacts, settings, on_ready))
     raise KeyboardInterrupt  # nothing else ends it, and asyncio has taken the signal for its own
 
 
-async def _run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[Address], None]) -> None:
-    address = replace(free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
+async def _run(artifacts: Mapping[str, Path], settings: ServeConfig, on_ready: Callable[[Address], None]) -> None:
+    address = replace(find_free_address(settings.host, settings.port), tls=settings.tls_cert is not None)
     refuse_grpc_port(settings.host, settings.grpc_port)
-    with listening(address.host, address.port, BACKLOG) as bound:
-        models = application(settings, list(artifacts))
-        await models.become({name: str(folder.resolve()) for name, folder in artifacts.items()})
-        server = uvicorn.Server(_configured(models, settings, len(artifacts)))
-        renewing = asyncio.create_task(_renew(server.config, settings))
-        serving = asyncio.create_task(_serve(server, bound))
-        while not server.started and not serving.done():
-            await asyncio.sleep(STARTED_S)
+    with open_listener(address.host, address.port, BACKLOG) as listener:
+        model_registry = build_model_registry(settings, list(artifacts))
+        await model_registry.apply({name: str(folder.resolve()) for name, folder in artifacts.items()})
+        server = uvicorn.Server(_build_uvicorn_config(model_registry, settings, len(artifacts)))
+        certificate_task = asyncio.create_task(_reload_certificate(server.config, settings))
+        server_task = asyncio.create_task(_serve(server, listener))
+        while not server.started and not server_task.done():
+            await asyncio.sleep(STARTUP_POLL_S)
         if server.started:
-            tell(address)
-        await serving
-        renewing.cancel()
+            on_ready(address)
+        await server_task
+        certificate_task.cancel()
         if not server.started:
             raise UserError(
                 "the HTTP server did not start; a port of the endpoint's may have been taken meanwhile",
@@ -95,31 +101,31 @@ async def _run(artifacts: Mapping[str, Path], settings: Serve, tell: Callable[[A
             )
 
 
-async def _renew(config: uvicorn.Config, settings: Serve) -> None:
+async def _reload_certificate(config: uvicorn.Config, settings: ServeConfig) -> None:
     """Take a renewed certificate for connections that come from then on."""
     if settings.tls_cert is None or settings.tls_key is None:
         return
-    files = tls.CertificateFiles(settings.tls_cert, settings.tls_key)
+    certificate_files = tls.CertificateFiles(settings.tls_cert, settings.tls_key)
     while True:
-        await asyncio.sleep(tls.LOOK_S)
-        if files.renewed() is not None and config.ssl is not None:
+        await asyncio.sleep(tls.POLL_INTERVAL_S)
+        if certificate_files.read_renewed() is not None and config.ssl is not None:
             with suppress(OSError):  # written since: the next look has the rest
                 config.ssl.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
 
 
-async def _serve(server: uvicorn.Server, bound: socket.socket) -> None:
+async def _serve(server: uvicorn.Server, listener: socket.socket) -> None:
     with suppress(SystemExit):  # uvicorn's word for that the application could not start
-        await server.serve(sockets=[bound])
+        await server.serve(sockets=[listener])
 
 
-def _configured(models: Models, settings: Serve, many: int) -> uvicorn.Config:
-    most = most_requests(settings, many)
-    usual = ReplicaServer(models, lambda change: None, options=None, loop=None)
+def _build_uvicorn_config(model_registry: ModelRegistry, settings: ServeConfig, num_models: int) -> uvicorn.Config:
+    max_requests = max_requests_per_replica(settings, num_models)
+    replica_server = ReplicaServer(model_registry, lambda change: None, options=None, loop=None)
     return uvicorn.Config(
-        direct.Direct(models, usual, most),
-        http=http_protocol.Protocol,
+        direct.DirectIngressApp(model_registry, replica_server, max_requests),
+        http=http_protocol.HttpProtocol,
         timeout_keep_alive=settings.keep_alive_s,
-        timeout_graceful_shutdown=int(settings.deadline_s) + 1,
+        timeout_graceful_shutdown=int(settings.request_timeout_s) + 1,
         ws="none",
         lifespan="on",  # by itself uvicorn takes an error in it, as of a port of gRPC's in use, for none at all
         proxy_headers=False,
@@ -132,15 +138,20 @@ def _configured(models: Models, settings: Serve, many: int) -> uvicorn.Config:
     )
 
 
-def application(settings: Serve, names: list[str]) -> Models:
+def build_model_registry(settings: ServeConfig, names: list[str]) -> ModelRegistry:
     """As a replica makes it, with the metrics of this process alone."""
-    door = middleware.door(settings)
-    lasting = {name: Lasting(settings, door) for name in names}
+    authenticator = middleware.make_authenticator(settings)
+    model_states = {name: ModelState(settings, authenticator) for name in names}
 
-    async def make(name: str, folder: Path) -> FastAPI:
+    async def build_version(name: str, folder: Path) -> FastAPI:
         predictor = await asyncio.to_thread(Predictor.load, folder, settings.threads)
         predictor.artifact = replace(predictor.artifact, name=name)
-        return build_app(predictor, settings, None, lasting[name])
+        return build_app(predictor, settings, None, model_states[name])
 
-    beside = over_grpc(settings, door, shared=False)
-    return Models(lasting, make, lambda models: build_desk(models, settings, door, None), beside)
+    side_server = grpc_side_server(settings, authenticator, is_port_shared=False)
+    return ModelRegistry(
+        model_states,
+        build_version,
+        lambda models: build_multi_model_app(models, settings, authenticator, None),
+        side_server,
+    )

@@ -13,13 +13,13 @@ import pytest
 from rtrain.core import env
 
 if TYPE_CHECKING:
-    from rtrain.runs.worker_pool import Kept
-    from tests.heads import Head
-    from tests.trained import Trained
+    from rtrain.runs.worker_pool import ReusableWorkerGroup
+    from tests.support.heads import Head
+    from tests.support.trained import Trained
 
 # Compiled graphs are a user's own to keep.
 os.environ.setdefault("RTRAIN_CACHE", "")
-env.prepare()
+env.set_env_defaults()
 # One thread per process: tests start several processes on few cores, and equal sums need equal thread counts.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # A background job of a shell ignores Ctrl-C, and so would every program that a test starts and interrupts. A handler of
@@ -45,7 +45,9 @@ those that share a Ray; those that start Rays of their own, as programs; those t
 Two trainings at a time are what two cores bear."""
 FIRST = (
     *("ray", "trained", "programs", "workers"),
-    *(f"tests/test_{name}.py" for name in ("quantize_fallback", "forecast_memory", "signals")),
+    "tests/unit/compress/test_quantize_fallback.py",
+    "tests/unit/planning/test_memory_needs.py",
+    "tests/unit/core/test_signals.py",
 )
 """What begins before the files with most tests: groups, and files whose few tests take long. Begun last, any would run
 on alone, when the other process has nothing left to do."""
@@ -87,7 +89,7 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
     before = Path.cwd()
     folder = tmp_path_factory.mktemp("ray")
-    with session(config.load("intent"), folder):
+    with session(config.load_config("intent"), folder):
         yield folder
     os.chdir(before)
 
@@ -95,23 +97,23 @@ def ray_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="session")
 def trained(ray_session: Path) -> "Trained":
     """A finished run of two workers; whoever makes another beside it takes another name."""
-    from tests.trained import train
+    from tests.support.trained import train
 
     return train(ray_session / "trained")
 
 
 @pytest.fixture(scope="module")
-def kept_workers(ray_session: Path, request: pytest.FixtureRequest) -> Iterator["Kept"]:
+def kept_workers(ray_session: Path, request: pytest.FixtureRequest) -> Iterator["ReusableWorkerGroup"]:
     """Worker processes that all starts of a module may share: new ones take 10 s and more each time."""
     import ray
 
     from rtrain.core.run_folder import Run
-    from rtrain.runs.worker_pool import Kept, post
+    from rtrain.runs.worker_pool import ReusableWorkerGroup, start_mailbox_server
 
-    office = post()
-    made = Kept(Run(ray_session / f"kept-{request.module.__name__}"), office)
+    office = start_mailbox_server()
+    made = ReusableWorkerGroup(Run(ray_session / f"kept-{request.module.__name__}"), office)
     yield made
-    made.end()
+    made.shut_down()
     ray.kill(office)
 
 
@@ -119,7 +121,7 @@ def kept_workers(ray_session: Path, request: pytest.FixtureRequest) -> Iterator[
 def head() -> Iterator["Head"]:
     """A head as cluster.yaml starts it, with its job API. Kept for the session, it would idle for minutes, which takes
     more of a core than to start it twice."""
-    from tests.heads import started
+    from tests.support.heads import started
 
     with started() as made:
         yield made

@@ -1,7 +1,7 @@
 """What rtrain does today, by values: order, weights, ledger, int8 files, JSON of the commands, HTTP replies.
 
-`tests/record.json` holds it, and `tests/test_record.py` compares. `python -m tests.record --write` writes it anew, from
-two collections: what differs between them is recorded as `*`. A change of a name alone goes into `RENAMED`.
+`tests/record.json` holds it, and `tests/ray/test_record.py` compares. `python -m tests.record --write` writes it anew,
+from two collections: what differs between them is recorded as `*`. A change of a name alone goes into `RENAMED`.
 """
 
 import asyncio
@@ -26,12 +26,12 @@ from safetensors.torch import load_file
 
 from rtrain import config
 from rtrain.cli import app as cli
-from rtrain.config import Config, Distill, Serve
+from rtrain.config import Config, DistillConfig, ServeConfig
 from rtrain.core.ragged import Head
 from rtrain.core.run_folder import Run
-from rtrain.data.order import Order
+from rtrain.data.order import RowOrder
 from rtrain.data.store.store import Store
-from rtrain.data.stream import Share, Update, plan_update
+from rtrain.data.stream import StreamSpec, WorkerBatch, plan_worker_batch
 from rtrain.inference.predictor import Predictor
 from rtrain.models import builder, precision
 from rtrain.parallel import factory
@@ -39,7 +39,7 @@ from rtrain.runs import controller, prepare
 from rtrain.tasks import base
 from rtrain.trainer import losses, trainer
 from serve.app import build_app
-from tests.tiny import CORPUS, make_artifact, make_encoder, make_store, make_task_artifact
+from tests.support.tiny import CORPUS, make_artifact, make_encoder, make_store, make_task_artifact
 
 RECORD = Path(__file__).with_name("record.json")
 RENAMED: dict[str, str] = {}
@@ -48,7 +48,7 @@ ANY = "*"
 """Stands for a value that depends on the time, the machine or the folder."""
 TOLERANCE = 1e-4
 SEED = 3
-EXACT = re.compile(r"^\.commands\.|\.(weights_sha256|int8_files|int8_logits|metrics|scores|best_update)(\.|$)")
+EXACT = re.compile(r"^\.commands\.|\.(weights_sha256|int8_files|int8_logits|metrics|scores|best_step)(\.|$)")
 """Places whose values follow from the last bits of weights: compared on the recorded processor, with its torch."""
 FAR = 0.02
 """Tolerance of numbers elsewhere."""
@@ -66,16 +66,16 @@ WORDS = {"refund": ("money back", "refund"), "parcel": ("parcel", "delivery"), "
 ROWS = 96
 SETTINGS: dict[str, Any] = {
     "train.workers": 2,
-    "train.micro_batch": 4,
-    "train.rows_per_update": 16,
+    "train.micro_batch_size": 4,
+    "train.global_batch_size": 16,
     "train.aggregation_frequency": None,
     "train.epochs": 2,
     "train.precision": "fp32",
     "train.seed": SEED,
     "train.log_every": 1,
     "optim.lr": 3e-3,
-    "gate.seconds": 0.2,
-    "gate.speedup": 0.0,
+    "gate.latency_seconds": 0.2,
+    "gate.min_speedup": 0.0,
     "quantize.calibration_rows": 16,
 }
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -88,12 +88,12 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
             "data.text": "text",
             "data.text_pair": None,
             "data.label": "stars",
-            "data.split_by": None,
+            "data.group_column": None,
             "data.max_tokens": 64,
         },
     ),
     "token_tags": ("entities", {"data.max_tokens": 16, "data.stride": 4}),
-    "span_qa": ("squad", {"data.window": 48, "data.stride": 12, "data.split_by": None}),
+    "span_qa": ("squad", {"data.window": 48, "data.stride": 12, "data.group_column": None}),
     "extractive_summary": ("summary", {"data.window": 32, "data.stride": 8}),
     "masked_lm": ("domain-adapt", {"data.max_tokens": 48}),
 }
@@ -160,7 +160,9 @@ def settings(task: str, folder: Path) -> Config:
     folder.mkdir(parents=True, exist_ok=True)
     recipe, columns = TASKS[task]
     data = {"task": task, "data.path": str(write_rows(task, folder)), "data.max_bad_rows": 0.5}
-    return config.load(recipe, {**SETTINGS, **data, **columns, "model.name": str(make_encoder(folder / "encoder"))})
+    return config.load_config(
+        recipe, {**SETTINGS, **data, **columns, "model.name": str(make_encoder(folder / "encoder"))}
+    )
 
 
 # --------------------------------------------------------------------------------------------------- order and stores
@@ -170,10 +172,10 @@ def order() -> dict[str, Any]:
     """Which rows make which update, for a few sizes; the last has more rows than are shuffled as a whole."""
     made = {}
     for rows, batch, epochs, seed in ((1, 1, 1, 0), (100, 16, 2, 0), (1003, 32, 3, 7), (300_000, 256, 1, 1)):
-        each = Order("0" * 16, rows, batch, epochs, seed)
-        first = [each.positions(number).tolist()[:12] for number in range(min(3, each.updates))]
-        last = each.positions(each.updates - 1).tolist()[:12]
-        facts = {"updates": each.updates, "per_epoch": each.updates_per_epoch, "identity": each.identity}
+        each = RowOrder("0" * 16, rows, batch, epochs, seed)
+        first = [each.positions(number).tolist()[:12] for number in range(min(3, each.num_steps))]
+        last = each.positions(each.num_steps - 1).tolist()[:12]
+        facts = {"steps": each.num_steps, "per_epoch": each.steps_per_epoch, "identity": each.order_digest}
         made[f"{rows} rows by {batch}, {epochs} epochs, seed {seed}"] = {**facts, "first": first, "last": last}
     return made
 
@@ -182,7 +184,7 @@ def store_facts(store: Store, folder: Path) -> dict[str, Any]:
     manifest = store.manifest
     splits = ("train", "valid", "test")
     ids = {split: store.column(split, "row_id")[:8].tolist() for split in splits}
-    tokens = {split: store.read(split, np.arange(min(3, store.rows(split)))) for split in splits}
+    tokens = {split: store.read_tokens(split, np.arange(min(3, store.num_rows(split)))) for split in splits}
     return {
         "digest": manifest.digest,
         "rows": dict(manifest.rows),
@@ -222,39 +224,43 @@ class Recorder:
     def score(self, metrics: dict[str, Any]) -> None:
         self.events.append(("score", metrics))
 
-    def notice(self) -> bool:
+    def stop_requested(self) -> bool:
         return False
 
 
 def train_alone(task_name: str, folder: Path) -> dict[str, Any]:
     """A run of one worker in this process: its store, and what its training came to."""
     recipe = settings(task_name, folder).recipe
-    encoder, task = folder / "encoder", base.get(task_name)
+    encoder, task = folder / "encoder", base.get_task(task_name)
     store = make_store(recipe, encoder, folder)
-    ordered = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, SEED)
-    network = builder.build(encoder, task, store.manifest.labels, SEED, recipe.model)
-    precision.widen(network, "fp32")
-    loss = losses.for_run(task, Distill(), store.manifest.head)
-    job = trainer.Job(
-        recipe, Run(folder / "alone"), store, task, loss, ordered, builder.pad_id(encoder), "fp32", ordered.updates
+    ordered = RowOrder(
+        store.manifest.digest, store.num_rows("train"), recipe.global_batch_size, recipe.train.epochs, SEED
+    )
+    network = builder.build_network(encoder, task, store.manifest.labels, SEED, recipe.model)
+    precision.to_fp64_(network, "fp32")
+    loss = losses.make_loss(task, DistillConfig(), store.manifest.head)
+    job = trainer.TrainingContext(
+        recipe, Run(folder / "alone"), store, task, loss, ordered, builder.pad_id(encoder), "fp32", ordered.num_steps
     )
     recorder = Recorder()
-    exchange = factory.build(network, recipe.train, None, recorder.event)
-    share = Share(store.folder, ordered, 1, 0, recipe.train.micro_batch)
+    exchange = factory.build_strategy(network, recipe.train, None, recorder.event)
+    share = StreamSpec(store.folder, ordered, 1, 0, recipe.train.micro_batch_size)
 
-    def updates(first: int, stop: int) -> Iterator[Update]:
-        return (plan_update(store, share, number) for number in range(first, stop))
+    def updates(first: int, stop: int) -> Iterator[WorkerBatch]:
+        return (plan_worker_batch(store, share, number) for number in range(first, stop))
 
     outcome = trainer.train(job, exchange, updates, recorder, trainer.Clock())
     ids = store.column("train", "row_id")
     return {
         "store": store_facts(store, folder),
-        "identity": recipe.model_copy(update={"model": recipe.model.model_copy(update={"name": "minilm"})}).identity(),
+        "identity": recipe.model_copy(
+            update={"model": recipe.model.model_copy(update={"name": "minilm"})}
+        ).recipe_digest(),
         "first_rows": [ids[ordered.positions(number)].tolist()[:6] for number in range(2)],
         "losses": [fields["loss"] for kind, fields in recorder.events if kind == "progress"],
         "events": event_fields({"kind": kind, **fields} for kind, fields in recorder.events),
         "ledger": outcome.ledger,
-        "best_update": outcome.best_update,
+        "best_step": outcome.best_step,
         "scores": outcome.scores,
         **weights_facts(network.state_dict()),
     }
@@ -272,8 +278,8 @@ def event_fields(events: Iterable[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 
 def train_under_ray(task: str, folder: Path, workers: Any) -> dict[str, Any]:
-    prepared = prepare.prepare(settings(task, folder), folder / "run")
-    summary = controller.fit(prepared, workers=workers, reports=task == "classification")
+    prepared = prepare.prepare_run(settings(task, folder), folder / "run")
+    summary = controller.fit(prepared, workers=workers, write_reports=task == "classification")
     run = Run(folder / "run")
     progress = run.events("progress")
     return {
@@ -282,7 +288,7 @@ def train_under_ray(task: str, folder: Path, workers: Any) -> dict[str, Any]:
         "rows": progress[-1]["rows"],
         "summary_keys": sorted(summary),
         "metrics": summary["metrics"],
-        "best_update": summary["best_update"],
+        "best_step": summary["best_step"],
         **weights_facts(load_file(folder / "run" / "artifact" / "model.safetensors")),
     }
 
@@ -302,7 +308,7 @@ def commands(run: Path, other: Path) -> dict[str, Any]:
     """What is made of two finished runs of one kind of rows, by the commands that print JSON."""
     artifact, rows = run / "artifact", run.parent / "rows.csv"
     encoder = run.parent / "encoder"
-    quick = ("--set", "gate.seconds=0.2", "--set", "gate.speedup=0")
+    quick = ("--set", "gate.latency_seconds=0.2", "--set", "gate.min_speedup=0")
     answers = other.parent / "answers.jsonl"
     label = ("--label", "parcel", "--steps", 8)
     cluster = Path(__file__).parents[1] / "cluster.yaml"
@@ -361,7 +367,7 @@ def runs(folder: Path, workers: Any) -> dict[str, Any]:
     made = {task: train_under_ray(task, folder / task, workers) for task in TASKS}
     run = folder / "classification" / "run"
     changed = config.with_overrides(settings("classification", folder / "classification"), {"optim.lr": 1e-4})
-    controller.fit(prepare.prepare(changed, run.with_name("other")), workers=workers, reports=False)
+    controller.fit(prepare.prepare_run(changed, run.with_name("other")), workers=workers, write_reports=False)
     return {"two_workers": made, "commands": commands(run, run.with_name("other")), "folders": artifact_facts(run)}
 
 
@@ -471,7 +477,7 @@ def endpoint(folder: Path) -> dict[str, Any]:
 
 async def _endpoint(folder: Path) -> dict[str, Any]:
     predictor = Predictor.load(make_artifact(folder / "artifact", ("a", "b", "c")), threads=1)
-    app = build_app(predictor, Serve(max_inputs=4, max_text_characters=800, max_body_bytes=2000))
+    app = build_app(predictor, ServeConfig(max_inputs=4, max_text_characters=800, max_body_bytes=2000))
     replies: dict[str, Any] = {}
     for number, (method, path, body) in enumerate(REQUESTS):
         content = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
@@ -482,14 +488,14 @@ async def _endpoint(folder: Path) -> dict[str, Any]:
     keys.touch(mode=0o600)
     created = {"rate": "100/minute", "created": "2026-11-23T10:00:00+00:00"}
     keys.write_text(json.dumps({"version": 1, "keys": [{**document, **created}]}))
-    keyed = build_app(predictor, Serve(keys=str(keys)))
+    keyed = build_app(predictor, ServeConfig(keys=str(keys)))
     for number, (method, path, key) in enumerate(KEYED):
         headers = {"content-type": "application/json", **({"authorization": key} if key else {})}
         asked = {"headers": headers, **({"content": json.dumps({"inputs": TEXT})} if method == "POST" else {})}
         replies[f"key {number} {method} {path}"] = await _ask(keyed, method, path, **asked)
     for task, head in HEADS.items():
         made = Predictor.load(make_task_artifact(folder / task, task, head, seed=1), threads=1)
-        one, question = build_app(made, Serve()), QUESTIONS.get(task, TEXT)
+        one, question = build_app(made, ServeConfig()), QUESTIONS.get(task, TEXT)
         replies[f"{task} predict"] = await _ask(one, "POST", "/predict", json={"inputs": [question]})
         replies[f"{task} info"] = await _ask(one, "GET", "/info")
         replies[f"{task} metadata"] = await _ask(one, "GET", "/v2/models/tiny")
@@ -580,15 +586,15 @@ def main() -> None:
     if sys.argv[1:] != ["--write"]:
         sys.exit("usage: python -m tests.record --write")
     from rtrain.cluster.connection import session
-    from rtrain.runs.worker_pool import Kept, post
+    from rtrain.runs.worker_pool import ReusableWorkerGroup, start_mailbox_server
 
     collected = []
-    with tempfile.TemporaryDirectory() as folder, session(config.load("intent"), Path(folder)):
+    with tempfile.TemporaryDirectory() as folder, session(config.load_config("intent"), Path(folder)):
         for name in ("first", "second"):
-            workers = Kept(Run(Path(folder) / f"workers-{name}"), post())
+            workers = ReusableWorkerGroup(Run(Path(folder) / f"workers-{name}"), start_mailbox_server())
             inside = Path(folder) / name
             collected.append(plain({**without_ray(inside / "alone"), **runs(inside / "ray", workers)}))
-            workers.end()
+            workers.shut_down()
     document = {"machine": machine(), **masked(*collected)}
     RECORD.write_text(json.dumps(document, indent=1, ensure_ascii=False, sort_keys=True) + "\n", encoding="utf-8")
 

@@ -1,4 +1,4 @@
-"""Which aggregation frequency to take: a pilot, which is trained here, and the decision."""
+"""Choose the aggregation frequency by a calibration run, which is trained here."""
 
 import dataclasses
 import json
@@ -12,142 +12,172 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
-from rtrain.data.order import Order
+from rtrain.data.order import RowOrder
 from rtrain.models import builder
 from rtrain.parallel import gradient_noise
 from rtrain.planning import frequency_model, throughput
 from rtrain.runs import controller, prepare, worker_pool
 from tune import space
 
-JSON: Final = "choose-k.json"
-PILOT: Final = "pilot"
-BESIDE: Final = "beside"
-WORKERS: Final = "workers"
-"""Folders within that of the decision: of the pilot, of the updates beside it, and of the processes of both."""
-SHARE: Final = 0.15
-"""Share of a run's updates that its pilot has, at most."""
-FREQUENCIES: Final = (4, 2, 1)
-"""Those of a pilot; a smaller one where the share of the run would be too few updates of a larger one."""
-ENOUGH: Final = 16
-"""Updates of a pilot: eight measurements of the noise."""
-FEWEST: Final = 8
-"""Those of the pilot of a short run, whose updates have one pass."""
-MOST: Final = 2 * gradient_noise.LATEST
-"""And no more of them tell it."""
-CLOCK: Final = 5
-"""Updates by which the time of another frequency is told: one takes as long as the next."""
+DECISION_FILE: Final = "choose-k.json"
+CALIBRATION_FOLDER: Final = "calibration"
+SECOND_POINT_FOLDER: Final = "second_point"
+WORKERS_FOLDER: Final = "workers"
+"""Folders below the decision's: the calibration run, the steps at a second frequency, and the workers of both."""
+MAX_CALIBRATION_SHARE: Final = 0.15
+"""Maximum share of a run's steps for the calibration."""
+CALIBRATION_FREQUENCIES: Final = (4, 2, 1)
+"""Frequencies of a calibration run; a smaller one if a larger one would have too few steps."""
+CALIBRATION_STEPS: Final = 16
+"""Steps of a calibration run: eight measurements of the noise."""
+MIN_CALIBRATION_STEPS: Final = 8
+"""Steps of the calibration of a short run, with one micro-batch per step."""
+MAX_CALIBRATION_STEPS: Final = 2 * gradient_noise.MAX_MEASUREMENTS
+"""Maximum steps: more measurements are not used."""
+TIMING_STEPS: Final = 5
+"""Steps to time the second frequency: step times are nearly constant."""
 
 
-def updates(order: Order, k: int) -> int | None:
-    """Updates of the pilot of a run with this order, of `k` passes each; None where its share of the run is too short
-    for it and for the updates of the other frequency."""
-    beside = math.ceil(CLOCK * other(k) / k)
-    found = min(MOST, math.floor(SHARE * order.updates) - beside)
-    return found if found >= (ENOUGH if k > 1 else FEWEST) else None
+def calibration_steps(order: RowOrder, aggregation_frequency: int) -> int | None:
+    """Return the steps of the calibration at `aggregation_frequency`; None if the run is too short for it and for the
+    steps at the second frequency."""
+    second_point_steps = math.ceil(TIMING_STEPS * second_frequency(aggregation_frequency) / aggregation_frequency)
+    steps = min(MAX_CALIBRATION_STEPS, math.floor(MAX_CALIBRATION_SHARE * order.num_steps) - second_point_steps)
+    return steps if steps >= (CALIBRATION_STEPS if aggregation_frequency > 1 else MIN_CALIBRATION_STEPS) else None
 
 
-def other(k: int) -> int:
-    """The frequency of the updates beside those of a pilot: 1 and 4 passes tell how long 8 take, but 1 and 2 do not."""
-    return 1 if k == FREQUENCIES[0] else FREQUENCIES[0]
+def second_frequency(aggregation_frequency: int) -> int:
+    """Return the second frequency: the times at 1 and 4 predict the time at 8, but those at 1 and 2 do not."""
+    return 1 if aggregation_frequency == CALIBRATION_FREQUENCIES[0] else CALIBRATION_FREQUENCIES[0]
 
 
-def train(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> tuple[Run, Run]:
-    """Train a pilot of the recipe into `folder`, and beside it some updates of another frequency, on the Ray that the
-    process is connected to. Raises `UserError` where a run of the recipe is too short for one."""
-    for k in FREQUENCIES:
-        prepared = prepare.prepare(piloted(config, k), folder / PILOT, tokens_root=folder.parent)
-        length = updates(prepared.order, k)
-        if length is not None:
+def run_calibration(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> tuple[Run, Run]:
+    """Train a calibration run of the recipe in `folder`, and some steps at a second frequency, on the connected Ray.
+
+    Raises `UserError` if a run of the recipe is too short.
+    """
+    for aggregation_frequency in CALIBRATION_FREQUENCIES:
+        prepared = prepare.prepare_run(
+            calibration_config(config, aggregation_frequency), folder / CALIBRATION_FOLDER, tokens_root=folder.parent
+        )
+        steps = calibration_steps(prepared.order, aggregation_frequency)
+        if steps is not None:
             break
         shutil.rmtree(prepared.run.folder)
     else:
         raise UserError(
-            f"--choose-k: a pilot has {FEWEST} updates at least, {CLOCK} of another k beside it take as long as "
-            f"{CLOCK * other(1)}, and both may be {SHARE:.0%} of a run: this run has "
-            f"{prepared.order.updates} updates of {prepared.config.recipe.rows_per_update} rows. Train on more rows or "
+            f"--choose-k: a calibration needs {MIN_CALIBRATION_STEPS} steps, and the time of "
+            f"{TIMING_STEPS * second_frequency(1)} more at a second k, within {MAX_CALIBRATION_SHARE:.0%} of a run; "
+            "this run has "
+            f"{prepared.order.num_steps} steps of {prepared.config.recipe.global_batch_size} rows. Train on more "
+            "rows or "
             "epochs",
             code="too_few_rows",
         )
-    beside = prepare.prepare(piloted(config, other(k)), folder / BESIDE, tokens_root=folder.parent)
-    workers = worker_pool.Kept(Run(folder / WORKERS), worker_pool.post())
+    second_point = prepare.prepare_run(
+        calibration_config(config, second_frequency(aggregation_frequency)),
+        folder / SECOND_POINT_FOLDER,
+        tokens_root=folder.parent,
+    )
+    worker_group = worker_pool.ReusableWorkerGroup(Run(folder / WORKERS_FOLDER), worker_pool.start_mailbox_server())
     try:
-        prepared.run.decide("noise", gradient_noise.PILOT)
-        controller.fit(prepared, until=length, reports=False, workers=workers, on_event=on_event)
-        controller.fit(beside, until=CLOCK, reports=False, workers=workers, on_event=on_event)
+        prepared.run.decide_once("noise", gradient_noise.CALIBRATION_INTERVAL)
+        controller.fit(prepared, end_step=steps, write_reports=False, workers=worker_group, on_event=on_event)
+        controller.fit(
+            second_point, end_step=TIMING_STEPS, write_reports=False, workers=worker_group, on_event=on_event
+        )
     finally:
-        workers.end()
-    return prepared.run, beside.run
+        worker_group.shut_down()
+    return prepared.run, second_point.run
 
 
-def piloted(config: Config, k: int) -> Config:
-    """The configuration of a pilot. Its rate rises within the pilot, not all along it: the noise is to be that of a
-    training. It keeps no copies: it goes in the end, and they would stay, under the name that every pilot has."""
-    own = {"optim.warmup": SHARE * config.recipe.optim.warmup, "train.log_every": 1, "cluster.storage": None}
-    return configuration.with_overrides(config, settings(config, k) | own)
+def calibration_config(config: Config, aggregation_frequency: int) -> Config:
+    """Return the configuration of a calibration run. Its warm-up is scaled down, so that the noise is that of a
+    training. It has no remote copy, since its folder is removed."""
+    calibration_overrides = {
+        "optim.warmup": MAX_CALIBRATION_SHARE * config.recipe.optim.warmup,
+        "train.log_every": 1,
+        "cluster.storage": None,
+    }
+    return configuration.with_overrides(
+        config, frequency_overrides(config, aggregation_frequency) | calibration_overrides
+    )
 
 
-def settings(config: Config, k: int) -> dict[str, Any]:
-    """What a search would change to train with this frequency: it carries the learning rate by `tune.lr_scaling`."""
-    return space.overrides(config, {space.FREQUENCY: k})
+def frequency_overrides(config: Config, aggregation_frequency: int) -> dict[str, Any]:
+    """Return the overrides of a search's trial with this frequency; `tune.lr_scaling` scales the learning rate."""
+    return space.trial_overrides(config, {space.FREQUENCY_SETTING: aggregation_frequency})
 
 
-def decided(config: Config, pilot: Run, beside: Run) -> dict[str, Any]:
-    """The decision as JSON: for a recipe, by a pilot of it, and by a run with another frequency `beside` it. Raises
-    `UserError` where their logs tell too little."""
-    recipe = configuration.load(str(pilot.config)).recipe
-    size = frequency_model.weights(builder.resolve(recipe.model.name, pilot.folder.parent))
-    found, options = frequency_model.of_log(pilot.events(), recipe, size, another=_timed(beside))
-    last = pilot.last("trained")
-    assert last is not None  # `of_log` refuses a run without one
-    best = frequency_model.chosen(options)
-    carried = {one.k: settings(config, one.k) for one in options}
+def make_decision(config: Config, calibration_run: Run, second_run: Run) -> dict[str, Any]:
+    """Return the decision as JSON, from the logs of the calibration run and of the run at the second frequency.
+
+    Raises `UserError` if the logs have too few measurements.
+    """
+    recipe = configuration.load_config(str(calibration_run.config)).recipe
+    weight_bytes = frequency_model.model_weight_bytes(
+        builder.resolve_folder(recipe.model.name, calibration_run.folder.parent)
+    )
+    calibration, options = frequency_model.evaluate_log(
+        calibration_run.events(), recipe, weight_bytes, second_point=_second_point(second_run)
+    )
+    end_event = calibration_run.last_event("trained")
+    assert end_event is not None  # `evaluate_log` refuses a run without one
+    best_option = frequency_model.best_option(options)
+    overrides_by_frequency = {
+        option.aggregation_frequency: frequency_overrides(config, option.aggregation_frequency) for option in options
+    }
     return {
-        "noise_scale": dataclasses.asdict(found.scale),
-        "pilot": {"updates": last["updates"], "rows_per_update": found.rows_per_update},
+        "noise_scale": dataclasses.asdict(calibration.noise_scale),
+        "calibration": {"steps": end_event["steps"], "global_batch_size": calibration.global_batch_size},
         "options": [
             {
-                **dataclasses.asdict(one),
-                "settings": carried[one.k],
-                "lr": configuration.with_overrides(config, carried[one.k]).recipe.peak_lr,
+                **dataclasses.asdict(option),
+                "settings": overrides_by_frequency[option.aggregation_frequency],
+                "lr": configuration.with_overrides(
+                    config, overrides_by_frequency[option.aggregation_frequency]
+                ).recipe.peak_lr,
             }
-            for one in options
+            for option in options
         ],
-        "aggregation_frequency": best.k,
-        "settings": carried[best.k],
+        "aggregation_frequency": best_option.aggregation_frequency,
+        "settings": overrides_by_frequency[best_option.aggregation_frequency],
     }
 
 
-def _timed(run: Run) -> tuple[float, float]:
-    recipe = configuration.load(str(run.config)).recipe
-    return throughput.passes(recipe, recipe.train.workers), frequency_model.update_s(run.events())
+def _second_point(run: Run) -> tuple[float, float]:
+    recipe = configuration.load_config(str(run.config)).recipe
+    return throughput.micro_batches_per_step(recipe, recipe.train.workers), frequency_model.median_step_s(run.events())
 
 
-def run(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Train a pilot, decide, and leave the decision in `folder`; the pilot goes."""
-    document = decided(config, *train(config, folder, on_event))
-    (folder / JSON).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    for name in (PILOT, BESIDE, WORKERS):
+def choose_frequency(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    """Calibrate, decide, and write the decision to `folder`. The runs are removed."""
+    document = make_decision(config, *run_calibration(config, folder, on_event))
+    (folder / DECISION_FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    for name in (CALIBRATION_FOLDER, SECOND_POINT_FOLDER, WORKERS_FOLDER):
         shutil.rmtree(folder / name)
     return document
 
 
-def text(document: Mapping[str, Any]) -> list[str]:
-    """The decision as lines."""
-    scale, pilot = document["noise_scale"], document["pilot"]
-    high = "unknown" if scale["high"] is None else f"{scale['high']:,.0f}"
+def format_decision(document: Mapping[str, Any]) -> list[str]:
+    """Format the decision as lines."""
+    noise_scale, calibration = document["noise_scale"], document["calibration"]
+    upper_bound = "unknown" if noise_scale["high"] is None else f"{noise_scale['high']:,.0f}"
     lines = [
-        f"noise scale {scale['rows']:,.0f} rows ({scale['low']:,.0f} to {high}), by {pilot['updates']:,} updates of "
-        f"{pilot['rows_per_update']:,} rows"
+        f"noise scale {noise_scale['rows']:,.0f} rows ({noise_scale['low']:,.0f} to {upper_bound}), by "
+        f"{calibration['steps']:,} steps of {calibration['global_batch_size']:,} rows"
     ]
     lines += [
-        f"k {one['k']}: {one['rows_per_update']:,} rows in {one['update_s']:.3g} s, lr {one['lr']:.3g}; "
-        f"{one['relative']:.2f} x the shortest time"
-        for one in document["options"]
+        f"k {option['aggregation_frequency']}: {option['global_batch_size']:,} rows in {option['step_s']:.3g} s, "
+        f"lr {option['lr']:.3g}; {option['relative_time']:.2f} x the shortest time"
+        for option in document["options"]
     ]
-    given = " ".join(f"--set {name}={_written(value)}" for name, value in document["settings"].items())
-    why = "" if scale["high"] is None else f", by {high} rows: the noise scale grows while a model learns"
-    return [*lines, f"k {document['aggregation_frequency']} is chosen{why}", f"write {given}"]
+    options = " ".join(f"--set {name}={_yaml_value(value)}" for name, value in document["settings"].items())
+    reason = (
+        "" if noise_scale["high"] is None else f", by {upper_bound} rows: the noise scale grows while a model learns"
+    )
+    return [*lines, f"k {document['aggregation_frequency']} is chosen{reason}", f"write {options}"]
 
 
-def _written(value: Any) -> Any:
+def _yaml_value(value: Any) -> Any:
     return "null" if value is None else value

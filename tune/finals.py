@@ -1,19 +1,17 @@
-"""The end of a search: what is trained next, and when it is told which settings are best. Pure.
+"""The finals of a search: the next runs, and the verdict. Pure functions.
 
-Trial 0, the recipe as it stands, and the two best others are trained to their ends; then again and again with one more
-seed each, a round, until the interval of a difference decides or the budget is spent. All of it is told from the
-search's history and from what its finished runs have answered to the held-back rows: whoever asks again is told the
-same.
+Trial 0 (the recipe) and the two best others are trained to their ends, then repeated with one more seed each, a round,
+until the confidence interval decides or the budget is used. All decisions follow from the history and from the
+predictions of finished runs for the holdout rows, so a resumed search repeats them.
 
-The winner is the trial of the highest mean over the seeds on the held-back rows, whatever the interval says: so it is
-never below trial 0 there. Where the two cannot be told apart, the leader is taken all the same. One of the two has to
-be, both cost the same to use, and of two means on rows that chose neither the higher one is the better bet, however
-near they are; the verdict says that it is a bet.
+The winner is the trial with the highest mean over seeds on the holdout rows, so it is never below trial 0 there. If the
+difference is not significant, the leader is still selected: one must be, both have equal inference cost, and on unseen
+rows the higher mean is the better bet. The verdict reports that.
 
-It is looked at after every round, so the 5 % that an interval leaves out are shared out (Bonferroni): each look has its
-part of what earlier ones have left, over itself and the rounds that the rest of the budget may pay for. So about one
-search in forty takes one given setting for better that is not, and one in twenty any of the two (`chance` tells how
-nearly).
+The test is repeated after every round, so alpha = 5 % is divided (Bonferroni): each round gets its share of the
+remainder, over the rounds that the budget may still allow. About one search in forty reports a given setting as better
+when it is not, and one in twenty either of the two (see `tune.difference_ci` for the accuracy).
+
 """
 
 import itertools
@@ -27,317 +25,365 @@ import numpy as np
 
 from rtrain.core.errors import UserError
 from rtrain.evaluation.significance import ALPHA
-from rtrain.metrics.slices import LEAST
+from rtrain.metrics.slices import MIN_ROWS
 from tune import difference_ci
-from tune.difference_ci import Gap, Held
-from tune.history import Finished, History, Trial, numbered
-from tune.objective import Aim, spread_at_end
+from tune.difference_ci import DifferenceCI, HoldoutScores
+from tune.history import FinalResult, History, Trial, find_trial
+from tune.objective import Objective, final_seed_std
 
-SCORE = Aim()
-OTHERS = 2
-"""Candidates beside trial 0."""
-PART = "data.valid_part"
-SECONDS = "neg_seconds"
-"""The score of the objective `time`: less is better."""
+SCORE_OBJECTIVE = Objective()
+NUM_CHALLENGERS = 2
+"""Finalists in addition to trial 0."""
+FOLD_SETTING = "data.validation_fold"
+SECONDS_SCORE = "neg_seconds"
+"""Score of the objective `time_to_target`: negative seconds."""
 
 
 @dataclass(frozen=True)
-class Run:
-    """A training of the end."""
+class FinalRun:
+    """A training in the finals."""
 
-    of: int
-    """The trial whose settings it has."""
+    trial: int
+    """The trial with its settings."""
     seed: int | None = None
-    """Its `train.seed`; None for the trial itself, with the recipe's own."""
+    """`train.seed`; None for the trial itself, with the recipe's seed."""
 
 
-Judged = Mapping[Run, Held]
-"""What finished runs have answered to the rows by which the end decides."""
+HoldoutScoresByRun = Mapping[FinalRun, HoldoutScores]
+"""Scores of finished runs on the holdout rows."""
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """What the end has come to."""
+class SearchVerdict:
+    """Result of the finals."""
 
-    kind: Literal["better", "default", "unclear", "alone"]
-    """better: the winner is better than trial 0. default: trial 0 is the winner, as no other trial has a higher mean
-    or, where it is `faster`, as the cheapest of those within the spread. unclear: the winner has a higher mean, which
-    may be chance. alone: trial 0 did not come to its end."""
-    best: int
-    """The winner."""
-    against: int | None = None
-    """The trial beside trial 0 in the figures: the winner, or the next best where trial 0 has won; None where there is
-    none to compare."""
-    name: str | None = None
-    """The score that is compared; larger is better."""
-    first: float | None = None
-    """Trial 0's, mean over the seeds; None where it is not finite."""
-    other: float | None = None
-    """The same of `against`."""
+    kind: Literal["better", "default", "unclear", "unopposed"]
+    """better: significantly better than trial 0. default: trial 0 has won, by the highest mean or (`won_by_cost`) by
+    the lowest cost within the seed noise. unclear: the winner has a higher mean, which is not significant. unopposed:
+    trial 0 did not finish."""
+    winner: int
+    """Number of the winning trial."""
+    compared_trial: int | None = None
+    """The trial compared with trial 0: the winner, or the next best if trial 0 has won; None if no other trial
+    finished."""
+    score_name: str | None = None
+    """Name of the compared score; larger is better."""
+    baseline_score: float | None = None
+    """Trial 0's mean over seeds; None if it is not finite."""
+    candidate_score: float | None = None
+    """Mean of `compared_trial`."""
     difference: float | None = None
-    low: float | None = None
-    high: float | None = None
-    """Interval of the difference, over rows and seeds; with one seed over the rows alone, and of seconds the least and
-    the most of the seeds."""
+    ci_low: float | None = None
+    ci_high: float | None = None
+    """Interval of the difference, over rows and seeds; with one seed over rows; for seconds the range over seeds."""
     rows: int = 0
     seeds: int = 0
-    parts: int = 1
-    """Parts of the rows of which each seed had another one to be judged on; 1: all seeds had the same rows, 0: they
-    would have had others, but the validation rows are named."""
-    steered: bool = False
-    """Whether the rows have steered the rungs too, since none were held back."""
-    faster: bool = False
-    """With the objective `front`: whether the winner was taken for its cost, among those within the spread."""
-    cost: str = "training"
+    folds: int = 1
+    """Validation folds, one for each seed; 1: all seeds have the same rows; 0: the same few rows, since the validation
+    rows are given."""
+    used_steering_rows: bool = False
+    """Whether the rows have steered the rungs too, since there are no holdout rows."""
+    won_by_cost: bool = False
+    """Objective `pareto`: whether the winner was selected by cost within the seed noise."""
+    cost_kind: str = "training"
     """`tune.cost`."""
-    first_reached: int | None = None
-    other_reached: int | None = None
-    """With the objective `time`: how many of the seeds of trial 0, and of `against`, have come to the target."""
+    baseline_reached_seeds: int | None = None
+    candidate_reached_seeds: int | None = None
+    """Objective `time_to_target`: seeds of trial 0 and of `compared_trial` that reached the target."""
 
     def to_document(self) -> dict[str, Any]:
         return asdict(self)
 
 
-# ------------------------------------------------------------------------------------------------------ the candidates
+# ------------------------------------------------------------------------------------------------------ finalists
 
 
-def candidates(history: History, aim: Aim) -> tuple[int, ...]:
-    """The trials of the end: trial 0 and the two best others, of those that are sound. Who came to a later rung is
-    better than who did not."""
-    first = [trial.number for trial in history.own if trial.number == 0 and trial.sound]
+def choose_finalists(history: History, objective: Objective) -> tuple[int, ...]:
+    """Return the finalists: trial 0 and the two best others, of the valid trials. Later rungs rank first."""
+    default_trial = [trial.number for trial in history.original_trials if trial.number == 0 and trial.is_valid]
     by_rung: dict[int, list[Trial]] = {}
-    for trial in history.own:
-        if trial.number and trial.sound and trial.reached:
-            by_rung.setdefault(trial.reached[-1].rung, []).append(trial)
-    others = [trial.number for rung in sorted(by_rung, reverse=True) for trial in aim.ranked(by_rung[rung], rung)]
-    return (*first, *others[:OTHERS])
+    for trial in history.original_trials:
+        if trial.number and trial.is_valid and trial.rung_results:
+            by_rung.setdefault(trial.rung_results[-1].rung, []).append(trial)
+    challengers = [
+        trial.number for rung in sorted(by_rung, reverse=True) for trial in objective.rank(by_rung[rung], rung)
+    ]
+    return (*default_trial, *challengers[:NUM_CHALLENGERS])
 
 
-# ----------------------------------------------------------------------------------------------------------- what next
+# ----------------------------------------------------------------------------------------------------------- next runs
 
 
 def next_runs(
     history: History,
     full_rows: int,
     budget_rows: int,
-    judged: Judged,
+    holdout_scores: HoldoutScoresByRun,
     *,
     seed: int = 0,
-    parts: int = 1,
-    aim: Aim = SCORE,
-    steered: bool = False,
-    further: bool = True,
-) -> list[Run] | Verdict:
-    """The runs that the end still waits for, or what it has come to.
+    folds: int = 1,
+    objective: Objective = SCORE_OBJECTIVE,
+    used_steering_rows: bool = False,
+    allow_new_round: bool = True,
+) -> list[FinalRun] | SearchVerdict:
+    """Return the pending runs of the finals, or the verdict.
 
-    `full_rows`: of a whole run. `budget_rows`: of the end, over all of its runs; the candidates are trained to their
-    ends whatever it is. `seed`: the recipe's own; round 1 has the next one, and so on. `parts`: `judged.parts`.
-    `steered`: nothing was held back. `further`: a round that has not begun may begin. A run that has ended and is not
-    in `judged` counts as failed. Raises `UserError` where no trial came to a score.
+    Args:
+        full_rows: rows of a full run.
+        budget_rows: rows of all final runs; the finalists are trained to their ends with any budget.
+        holdout_scores: scores of finished runs; a finished run without scores counts as failed.
+        seed: the recipe's seed; round 1 has the next one, and so on.
+        folds: see `holdout_scores.count_folds`.
+        used_steering_rows: there are no holdout rows.
+        allow_new_round: a new round may start.
+
+    Raises:
+        UserError: no trial has a score.
     """
-    chosen = candidates(history, aim)
-    if not chosen:
-        raise UserError(f"no trial of the search came to a score; {failures(history)}", code="no_score")
-    if unfinished := [Run(number) for number in chosen if numbered(history.trials, number).finished is None]:
+    finalists = choose_finalists(history, objective)
+    if not finalists:
+        raise UserError(f"no trial of the search has a score; {describe_failures(history)}", code="no_score")
+    if unfinished := [
+        FinalRun(number) for number in finalists if find_trial(history.trials, number).final_result is None
+    ]:
         return unfinished
-    alive = tuple(number for number in chosen if Run(number) in judged)
-    if not alive:
-        raise UserError("no answers of the search's last runs can be judged; evaluate them again", code="no_answers")
-    made = {Run(of, trial.seed): trial for of, trial in repeats(history, parts)}
-    left = budget_rows - sum(_rest(numbered(history.trials, number)) for number in chosen)
+    remaining = tuple(number for number in finalists if FinalRun(number) in holdout_scores)
+    if not remaining:
+        raise UserError("the last runs of the search have no valid predictions; evaluate them again", code="no_answers")
+    trial_by_run = {FinalRun(number, trial.seed): trial for number, trial in repeated_trials(history, folds)}
+    rows_left = budget_rows - sum(_rows_after_last_rung(find_trial(history.trials, number)) for number in finalists)
     seeds: list[int | None] = [None]
     alpha = ALPHA
-    whole: _Seen | None = None
-    for number in itertools.count(1):  # until the budget is spent, if not before
-        more = max(0, min(left // (2 * full_rows), parts - number if parts > 1 else math.inf))
-        leaves_out = alpha / (1 + more)
-        common = [one for one in seeds if all(Run(trial, one) in judged for trial in alive)]
-        seen = _Seen.of(history, judged, alive, common, aim.objective, parts, leaves_out)
-        alive = seen.in_question
-        asked = _affordable(alive, seen.leader, left, full_rows)
-        if seen.decided or len(asked) < 2 or 1 < parts <= number:
+    last_full_round: _RoundResult | None = None
+    for number in itertools.count(1):  # until the budget is used
+        rounds_left = max(0, min(rows_left // (2 * full_rows), folds - number if folds > 1 else math.inf))
+        round_alpha = alpha / (1 + rounds_left)
+        common_seeds = [seed for seed in seeds if all(FinalRun(trial, seed) in holdout_scores for trial in remaining)]
+        round_result = _RoundResult.from_history(
+            history, holdout_scores, remaining, common_seeds, objective.kind, folds, round_alpha
+        )
+        remaining = round_result.contenders
+        next_trials = _affordable_trials(remaining, round_result.leader, rows_left, full_rows)
+        if round_result.is_decided or len(next_trials) < 2 or 1 < folds <= number:
             break
-        round_ = [Run(trial, seed + number) for trial in asked]
-        if not further and not any(run in made for run in round_):
+        round_runs = [FinalRun(trial, seed + number) for trial in next_trials]
+        if not allow_new_round and not any(run in trial_by_run for run in round_runs):
             break
-        if waiting := [run for run in round_ if run not in made or made[run].status in ("asked", "frozen")]:
-            return waiting
-        whole = seen if len(asked) < len(alive) else whole
-        alpha -= leaves_out if number > 1 else 0.0  # of one seed nothing is decided
-        left -= full_rows * len(round_)
+        if pending_runs := [
+            run for run in round_runs if run not in trial_by_run or trial_by_run[run].status in ("created", "frozen")
+        ]:
+            return pending_runs
+        last_full_round = round_result if len(next_trials) < len(remaining) else last_full_round
+        alpha -= round_alpha if number > 1 else 0.0  # one seed decides nothing
+        rows_left -= full_rows * len(round_runs)
         seeds.append(seed + number)
-        alive = asked
-    if whole is not None and whole.winner not in seen.means:  # the cheapest of those as good, by the seeds that it has
-        seen = whole
-    return replace(seen.verdict(parts, steered), cost=aim.cost)
+        remaining = next_trials
+    if (
+        last_full_round is not None and last_full_round.winner not in round_result.means
+    ):  # the cheapest within the seed noise, by its seeds
+        round_result = last_full_round
+    return replace(round_result.to_verdict(folds, used_steering_rows), cost_kind=objective.cost)
 
 
-def overrides(run: Run, *, seed: int = 0, parts: int = 1) -> dict[str, Any]:
-    """What a run sets beside its trial's settings: its seed and, where each seed is judged on rows of its own, the part
-    of the rows that validates."""
+def run_overrides(run: FinalRun, *, seed: int = 0, folds: int = 1) -> dict[str, Any]:
+    """Return the overrides of a final run: its seed and, with folds, its validation fold."""
     if run.seed is None:
         return {}
-    return {"train.seed": run.seed, **({PART: run.seed - seed} if parts > 1 else {})}
+    return {"train.seed": run.seed, **({FOLD_SETTING: run.seed - seed} if folds > 1 else {})}
 
 
-def repeats(history: History, parts: int) -> list[tuple[int, Trial]]:
-    """(whose settings it has, a trial that repeats another one with a seed as the end does). Where each seed of the end
-    has rows of its own, one that a look has repeated has not: with it, no row would be common to all."""
-    every = [(trial.of, trial) for trial in history.trials if trial.of is not None]
-    return [(of, trial) for of, trial in every if parts <= 1 or PART in trial.settings]
+def repeated_trials(history: History, folds: int) -> list[tuple[int, Trial]]:
+    """Return (repeated trial, trial) of repeats in the finals. If there are folds, repeats of check points are left
+    out: they have another fold."""
+    seed_trials = [(trial.repeat_of, trial) for trial in history.trials if trial.repeat_of is not None]
+    return [(number, trial) for number, trial in seed_trials if folds <= 1 or FOLD_SETTING in trial.settings]
 
 
-def _rest(trial: Trial) -> int:
-    """Rows that a trial was trained on after its last rung."""
-    assert trial.finished is not None  # `next_runs` waits for it
-    return max(0, trial.finished.rows - (trial.reached[-1].rows if trial.reached else 0))
+def _rows_after_last_rung(trial: Trial) -> int:
+    """Return the trained rows of a trial after its last rung."""
+    assert trial.final_result is not None  # `next_runs` waits for it
+    return max(0, trial.final_result.rows - (trial.rung_results[-1].rows if trial.rung_results else 0))
 
 
-def _affordable(alive: Sequence[int], leader: int, left: int, full_rows: int) -> tuple[int, ...]:
-    """Those trials in question that get one more seed: all, else trial 0 and the one before or behind it, else none.
-    `alive` has the best first."""
-    if left >= full_rows * len(alive):
-        return tuple(alive)
-    two = (0, next((number for number in alive if number), 0)) if leader == 0 else (0, leader)
-    return two if left >= 2 * full_rows and set(two) <= set(alive) else ()
+def _affordable_trials(remaining: Sequence[int], leader: int, rows_left: int, full_rows: int) -> tuple[int, ...]:
+    """Return the trials of the next round within the budget: all, else trial 0 and its nearest rival, else none.
+    `remaining` is ordered best first."""
+    if rows_left >= full_rows * len(remaining):
+        return tuple(remaining)
+    pair = (0, next((number for number in remaining if number), 0)) if leader == 0 else (0, leader)
+    return pair if rows_left >= 2 * full_rows and set(pair) <= set(remaining) else ()
 
 
-def failures(history: History) -> str:
-    """What became of the trials that are not sound, in one line; empty if all are."""
-    failed = [f"trial {one.number}: {one.error or one.diverged}" for one in history.own if not one.sound]
-    return f"{len(failed)} of {len(history.own)} trials failed: {'; '.join(failed)}" if failed else ""
+def describe_failures(history: History) -> str:
+    """Return a line about failed and diverged trials; or an empty string."""
+    failed_trials = [
+        f"trial {trial.number}: {trial.error or trial.divergence}"
+        for trial in history.original_trials
+        if not trial.is_valid
+    ]
+    return (
+        f"{len(failed_trials)} of {len(history.original_trials)} trials failed: {'; '.join(failed_trials)}"
+        if failed_trials
+        else ""
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ after a round
+# ------------------------------------------------------------------------------------------------------ round results
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What is known after a round, of trials that have all of its seeds."""
+class _RoundResult:
+    """Result of a round, for trials with all of its seeds."""
 
     means: Mapping[int, float]
-    gaps: Callable[[int, int], tuple[Gap, bool]]
-    """(first, other) -> their gap, and whether it is more than chance that the other one is better."""
+    compare: Callable[[int, int], tuple[DifferenceCI, bool]]
+    """(baseline, candidate) -> (difference, whether the candidate is significantly better)."""
     costs: Mapping[int, float]
-    """By `tune.cost`; seconds of training are a mean over the seeds."""
-    near: float = 0.0
-    """Scores that are apart by no more than this count as equal; 0 unless the objective is `front`."""
-    reached: Mapping[int, int] = field(default_factory=dict)
-    """With the objective `time`: by trial, how many of its seeds have come to the target."""
+    """Cost by `tune.cost`; seconds of training are means over seeds."""
+    tolerance: float = 0.0
+    """Scores within this difference count as equal; 0 unless the objective is `pareto`."""
+    reached_seeds: Mapping[int, int] = field(default_factory=dict)
+    """Objective `time_to_target`: number of seeds that reached the target, by trial."""
 
     @staticmethod
-    def of(
+    def from_history(
         history: History,
-        judged: Judged,
-        alive: Sequence[int],
+        holdout_scores: HoldoutScoresByRun,
+        remaining: Sequence[int],
         seeds: Sequence[int | None],
-        objective: str,
-        parts: int,
+        objective_kind: str,
+        folds: int,
         alpha: float,
-    ) -> "_Seen":
-        runs: dict[tuple[int, int | None], Trial] = {(of, one.seed): one for of, one in repeats(history, parts)}
-        runs |= {(one.number, None): one for one in history.own}
-        ends = {number: [runs[number, one].finished for one in seeds] for number in alive}
-        costs = {
-            number: runs[number, None].price(float(np.mean([end.seconds for end in found if end])))
-            for number, found in ends.items()
+    ) -> "_RoundResult":
+        trial_by_run: dict[tuple[int, int | None], Trial] = {
+            (number, trial.seed): trial for number, trial in repeated_trials(history, folds)
         }
-        if objective == "time":
-            return _by_time({number: [end for end in found if end] for number, found in ends.items()}, costs, alpha)
-        nested = parts > 1
-        table = difference_ci.aligned({number: [judged[Run(number, one)] for one in seeds] for number in alive}, nested)
-        means = {number: float(np.mean([one.score for one in found])) for number, found in table.items()}
+        trial_by_run |= {(trial.number, None): trial for trial in history.original_trials}
+        results_by_trial = {number: [trial_by_run[number, seed].final_result for seed in seeds] for number in remaining}
+        costs = {
+            number: trial_by_run[number, None].pareto_cost(
+                float(np.mean([result.seconds for result in results if result]))
+            )
+            for number, results in results_by_trial.items()
+        }
+        if objective_kind == "time_to_target":
+            return _compare_times(
+                {number: [result for result in results if result] for number, results in results_by_trial.items()},
+                costs,
+                alpha,
+            )
+        is_nested = folds > 1
+        table = difference_ci.align_rows(
+            {number: [holdout_scores[FinalRun(number, seed)] for seed in seeds] for number in remaining}, is_nested
+        )
+        means = {
+            number: float(np.mean([holdout.score for holdout in seed_scores])) for number, seed_scores in table.items()
+        }
 
         @cache
-        def gaps(first: int, other: int) -> tuple[Gap, bool]:
-            found = difference_ci.gap(table, first, other, nested=nested, alpha=alpha)
-            # One seed does not tell what another would change, and few rows tell nothing.
-            return found, found.low > 0 and found.seeds > 1 and found.rows >= LEAST
+        def compare(baseline: int, candidate: int) -> tuple[DifferenceCI, bool]:
+            difference = difference_ci.difference_ci(table, baseline, candidate, is_nested=is_nested, alpha=alpha)
+            # One seed or few rows are not significant.
+            return difference, difference.ci_low > 0 and difference.seeds > 1 and difference.rows >= MIN_ROWS
 
-        return _Seen(means, gaps, costs, (spread_at_end(history) or 0.0) if objective == "front" else 0.0)
+        return _RoundResult(
+            means, compare, costs, (final_seed_std(history) or 0.0) if objective_kind == "pareto" else 0.0
+        )
 
     @property
     def leader(self) -> int:
-        """The highest mean; of equal ones trial 0, else the lowest number."""
+        """The trial with the highest mean; ties: trial 0, then the lowest number."""
         return max(self.means, key=lambda number: (self.means[number], -number))
 
     @property
-    def in_question(self) -> tuple[int, ...]:
-        """Trial 0 and those that are not clearly behind the leader, the best first."""
-        first = sorted(self.means, key=lambda number: (-self.means[number], number))
-        return tuple(one for one in first if one in (0, self.leader) or not self.gaps(one, self.leader)[1])
+    def contenders(self) -> tuple[int, ...]:
+        """Trial 0 and the trials that are not significantly below the leader, best first."""
+        ranked = sorted(self.means, key=lambda number: (-self.means[number], number))
+        return tuple(
+            number for number in ranked if number in (0, self.leader) or not self.compare(number, self.leader)[1]
+        )
 
     @property
-    def decided(self) -> bool:
+    def is_decided(self) -> bool:
         if 0 not in self.means or self.leader == 0:
-            return 0 not in self.means or self.in_question == (0,)
-        return self.gaps(0, self.leader)[1]
+            return 0 not in self.means or self.contenders == (0,)
+        return self.compare(0, self.leader)[1]
 
     @property
     def winner(self) -> int:
-        """The leader; of those that are as good, no worse than trial 0 and not clearly behind, the cheapest."""
-        if not self.near:
+        """The leader, or the cheapest trial within the tolerance that is not below trial 0 or significantly below the
+        leader."""
+        if not self.tolerance:
             return self.leader
-        least = max(self.means[self.leader] - self.near, self.means.get(0, -math.inf))
-        behind = {one for one in self.means if one != self.leader and self.gaps(one, self.leader)[1]}
-        near = [one for one, mean in self.means.items() if mean >= least and one not in behind]
-        return min(near, key=lambda one: (self.costs[one], one))
+        min_mean = max(self.means[self.leader] - self.tolerance, self.means.get(0, -math.inf))
+        clearly_worse = {mean for mean in self.means if mean != self.leader and self.compare(mean, self.leader)[1]}
+        as_good = [number for number, mean in self.means.items() if mean >= min_mean and number not in clearly_worse]
+        return min(as_good, key=lambda number: (self.costs[number], number))
 
-    def verdict(self, parts: int, steered: bool) -> Verdict:
-        best = self.winner
-        blank = Verdict("alone", best, parts=parts, steered=steered, faster=best != self.leader)
+    def to_verdict(self, folds: int, used_steering_rows: bool) -> SearchVerdict:
+        winner = self.winner
+        base_verdict = SearchVerdict(
+            "unopposed", winner, folds=folds, used_steering_rows=used_steering_rows, won_by_cost=winner != self.leader
+        )
         if 0 not in self.means:
-            return blank
-        others = [number for number in self.means if number]
-        against = best or max(others, key=lambda number: (self.means[number], -number), default=None)
-        if against is None:
-            return replace(blank, kind="default")
-        found, better = self.gaps(0, against)
+            return base_verdict
+        challengers = [number for number in self.means if number]
+        compared_trial = winner or max(challengers, key=lambda number: (self.means[number], -number), default=None)
+        if compared_trial is None:
+            return replace(base_verdict, kind="default")
+        difference, is_better = self.compare(0, compared_trial)
         return replace(
-            blank,
-            kind="default" if best == 0 else "better" if better else "unclear",
-            against=against,
-            first_reached=self.reached.get(0),
-            other_reached=self.reached.get(against),
-            **{name: _finite(value) for name, value in asdict(found).items()},
+            base_verdict,
+            kind="default" if winner == 0 else "better" if is_better else "unclear",
+            compared_trial=compared_trial,
+            baseline_reached_seeds=self.reached_seeds.get(0),
+            candidate_reached_seeds=self.reached_seeds.get(compared_trial),
+            **{name: _none_if_not_finite(value) for name, value in asdict(difference).items()},
         )
 
 
-def _finite(value: Any) -> Any:
+def _none_if_not_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _by_time(ends: Mapping[int, Sequence[Finished]], costs: Mapping[int, float], alpha: float) -> _Seen:
-    """The verdict by seconds to the target. A trial is worth the expected seconds until one of its trainings comes to
-    it, each begun when the last has ended without (Hansen et al. 2009, INRIA RR-6828, section 5): the mean where all
-    seeds have come to it, endless where none has. So one that does half of the time is before one that never does.
+def _compare_times(
+    results_by_trial: Mapping[int, Sequence[FinalResult]], costs: Mapping[int, float], alpha: float
+) -> _RoundResult:
+    """Compare trials by seconds to the target.
 
-    The seconds are few, and an evaluation may be slow for reasons of the machine: so the range is told, and one trial
-    is faster than another where all of its seeds are faster than all of the other's. With S seeds each that happens
-    once in (2 S over S) times where both are as fast (the exact rank test of Wilcoxon 1945), which has to be no more
-    than alpha / 2: four seeds for 2.5 %."""
-    targets = {number: np.array([_endless(end.to_target) for end in found]) for number, found in ends.items()}
-    reached = {number: int(np.isfinite(found).sum()) for number, found in targets.items()}
+    The value of a trial is the expected running time until a training reaches the target, with restarts after failures
+    (Hansen et al. 2009, INRIA RR-6828, section 5): the mean if all seeds reached it, infinite if none did.
 
-    def expected(number: int) -> float:
-        spent = sum(end.seconds if end.to_target is None else end.to_target for end in ends[number])
-        return spent / reached[number] if reached[number] else math.inf
+    The seconds are few and depend on the machine, so the interval is the range. A trial is faster if all of its seeds
+    are faster than all of the other's. With S seeds each this has probability 1 / (2 S choose S) for equal trials (the
+    exact rank test of Wilcoxon 1945), which must be at most alpha / 2: four seeds for 2.5 %."""
+    seconds_by_trial = {
+        number: np.array([_seconds_or_inf(result.seconds_to_target) for result in results])
+        for number, results in results_by_trial.items()
+    }
+    reached_seeds = {number: int(np.isfinite(seconds).sum()) for number, seconds in seconds_by_trial.items()}
 
-    means = {number: -expected(number) for number in ends}
+    def expected_seconds(number: int) -> float:
+        total_seconds = sum(
+            end.seconds if end.seconds_to_target is None else end.seconds_to_target for end in results_by_trial[number]
+        )
+        return total_seconds / reached_seeds[number] if reached_seeds[number] else math.inf
 
-    def gaps(first: int, other: int) -> tuple[Gap, bool]:
-        before, after = targets[first], targets[other]
-        with np.errstate(invalid="ignore"):  # neither has reached the target
-            apart = before - after
-            difference = means[other] - means[first]
-        count = len(before)
-        rare = 1 / math.comb(2 * count, count) <= alpha / 2
-        span = float(apart.min()), float(apart.max())
-        found = Gap(SECONDS, means[first], means[other], difference, *span, 0, count)
-        return found, rare and bool(after.max() < before.min())
+    means = {number: -expected_seconds(number) for number in results_by_trial}
 
-    return _Seen(means, gaps, costs, reached=reached)
+    def compare(baseline: int, candidate: int) -> tuple[DifferenceCI, bool]:
+        baseline_seconds, candidate_seconds = seconds_by_trial[baseline], seconds_by_trial[candidate]
+        with np.errstate(invalid="ignore"):  # inf - inf
+            differences = baseline_seconds - candidate_seconds
+            difference = means[candidate] - means[baseline]
+        count = len(baseline_seconds)
+        is_significant = 1 / math.comb(2 * count, count) <= alpha / 2
+        bounds = float(differences.min()), float(differences.max())
+        interval = DifferenceCI(SECONDS_SCORE, means[baseline], means[candidate], difference, *bounds, 0, count)
+        return interval, is_significant and bool(candidate_seconds.max() < baseline_seconds.min())
+
+    return _RoundResult(means, compare, costs, reached_seeds=reached_seeds)
 
 
-def _endless(seconds: float | None) -> float:
+def _seconds_or_inf(seconds: float | None) -> float:
     return math.inf if seconds is None else seconds

@@ -1,4 +1,4 @@
-"""The gate at the end of a search: the winner beside the recipe's own settings, on rows that have steered no rung."""
+"""The gate at the end of a search: the winner against trial 0, on the holdout rows."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,59 +12,61 @@ from rtrain.evaluation import gate
 from rtrain.inference import artifact, drift_baseline, score
 from tune import holdout_scores
 
-NAMES = ("_name_or_path", "transformers_version")
-"""Keys of config.json that say nothing of how a model is computed."""
+IGNORED_CONFIG_KEYS = ("_name_or_path", "transformers_version")
+"""Keys of config.json that do not affect the computation."""
 
 
-def run(
+def gate_winner(
     search: Run,
     winner: int,
     config: Config,
-    say: Callable[[dict[str, Any]], None],
+    on_event: Callable[[dict[str, Any]], None],
     teacher: Path | None = None,
 ) -> dict[str, Any] | None:
-    """Gate the winner against trial 0, or a student against the artefact of its teacher, and write the verdict into its
-    artefact; returns the gate's document.
+    """Gate the winner against trial 0, or a student against its teacher's artifact; record and return the verdict.
 
-    None where there is nothing to compare: trial 0 has won itself, or did not come to its end, or the token store is
-    gone. The rows are those that `tune.held_back` has held back; where none were, the test rows. `config` is the
-    search's. A winner that has its verdict already is not asked again.
+    An existing verdict on this version is returned. The rows are the holdout rows, or the test rows without holdout
+    rows. Returns None if trial 0 is the winner or not finished, or the token store is removed. `config` is the
+    search's.
+
     """
-    base, won = search.trial(0), search.trial(winner)
-    if won.store is None or (teacher is None and (winner == 0 or not base.finished)):
+    baseline, winner_run = search.trial(0), search.trial(winner)
+    if winner_run.token_store is None or (teacher is None and (winner == 0 or not baseline.is_finished)):
         return None
-    made = artifact.read(won.artifact)
-    if made.gate is not None and made.gate.get("version") == made.version:
-        return dict(made.gate)
-    store, other = open_store(won.store), teacher or base.artifact
-    held = holdout_scores.held(store, config.deploy.tune.held_back)
-    own = score.trained_from(other, artifact.read(other, verify=False), beside=store)
-    both = gate.Sides(
-        won.artifact,
-        other,
-        store,
-        trained=own,
-        threads=config.deploy.serve.threads,
-        among=(holdout_scores.SPLIT, held) if len(held) else None,
-        timed=not is_computed_alike(won.artifact, other),
-        further=() if own is None else (own,),
+    winner_artifact = artifact.read_artifact(winner_run.artifact)
+    if winner_artifact.gate is not None and winner_artifact.gate.get("version") == winner_artifact.version:
+        return dict(winner_artifact.gate)
+    store, baseline_artifact = open_store(winner_run.token_store), teacher or baseline.artifact
+    holdout = holdout_scores.holdout_rows(store, config.deploy.tune.holdout_fraction)
+    training_store = score.find_training_store(
+        baseline_artifact, artifact.read_artifact(baseline_artifact, verify=False), sibling_store=store
     )
-    # A search has taken longer than a plain model does; its rows are often a part of the validation rows.
-    found = gate.run(both, config.recipe.gate, fits=True, on_event=say)
-    gate.record(won.artifact, found)
-    return found
+    gate_request = gate.GateRequest(
+        winner_run.artifact,
+        baseline_artifact,
+        store,
+        training_store=training_store,
+        threads=config.deploy.serve.threads,
+        subset=(holdout_scores.SPLIT, holdout) if len(holdout) else None,
+        measures_latency=not is_computed_alike(winner_run.artifact, baseline_artifact),
+        extra_stores=() if training_store is None else (training_store,),
+    )
+    # A plain model is cheap relative to a search; the holdout rows are part of the validation rows.
+    gate_document = gate.run_gate(gate_request, config.recipe.gate, trains_rivals=True, on_event=on_event)
+    gate.record_verdict(winner_run.artifact, gate_document)
+    return gate_document
 
 
-def is_computed_alike(one: Path, other: Path) -> bool:
-    """Whether two artefacts differ in their weights alone, so that any difference in latency is the machine's."""
-    return _computed(one) == _computed(other)
+def is_computed_alike(first: Path, second: Path) -> bool:
+    """Return whether two artifacts differ in their weights alone, so that their latency is the same."""
+    return _computation_key(first) == _computation_key(second)
 
 
-def _computed(folder: Path) -> tuple[Any, ...]:
-    made = artifact.read(folder, verify=False)
-    document = json_files.read(folder / "config.json")
-    network = {name: value for name, value in document.items() if name not in NAMES}
+def _computation_key(folder: Path) -> tuple[Any, ...]:
+    loaded = artifact.read_artifact(folder, verify=False)
+    document = json_files.load_json_object(folder / "config.json")
+    network = {name: value for name, value in document.items() if name not in IGNORED_CONFIG_KEYS}
     facts = {
-        name: fact for name, fact in made.facts.items() if name != drift_baseline.ABSTAIN
+        name: fact for name, fact in loaded.facts.items() if name != drift_baseline.ABSTAIN_FACT
     }  # follows from the weights
-    return made.engine, made.max_tokens, facts, network, (folder / "tokenizer.json").read_bytes()
+    return loaded.engine, loaded.max_tokens, facts, network, (folder / "tokenizer.json").read_bytes()

@@ -1,8 +1,9 @@
-"""The validation rows that steer no rung of a search, and what the answers of a finished trial are worth on them.
+"""The holdout rows of a search, and the scores of finished trials on them.
 
-Whoever picks the best of several by some rows flatters it on these very rows (Cawley & Talbot 2010): so the rungs are
-told the scores of one part, the steering rows, and the end is judged on the other, the held-back rows. A row's side is
-a hash of its content, the same on every machine, in every start and with any number of workers.
+The score of the best of several trials is biased on the rows that selected it (Cawley & Talbot 2010). So the rungs use
+one part of the validation rows, the steering rows, and the finals use the other, the holdout rows. The part of a row is
+a hash of its content, the same on every machine, in every attempt and with any number of workers.
+
 """
 
 import numpy as np
@@ -13,7 +14,7 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
-from rtrain.data.row_reader import Source
+from rtrain.data.row_reader import DataSource
 from rtrain.data.splits import Splits
 from rtrain.data.store import columns
 from rtrain.data.store.store import Store, open_store
@@ -23,109 +24,113 @@ from rtrain.metrics.sums import Bools, Ints
 from rtrain.report import row_predictions
 from rtrain.tasks import base
 from tune import finals
-from tune.difference_ci import Held
+from tune.difference_ci import HoldoutScores
 from tune.history import History
 
-KEY = np.uint64(0x5EA2C40F4E1DBAC7)
-"""Makes this hash another one than any that a row's id may be used in."""
+HASH_KEY = np.uint64(0x5EA2C40F4E1DBAC7)
+"""Makes this hash independent of other uses of row ids."""
 SPLIT = "valid"
-FEW = 200
-"""With fewer held-back rows than these, each seed of the end is judged on rows of its own (`parts`)."""
+MIN_HOLDOUT_ROWS = 200
+"""Minimum holdout rows: with fewer, each seed of the finals has its own validation rows (`count_folds`)."""
 
 
-def mask(row_ids: npt.NDArray[np.uint64], share: float) -> Bools:
-    """Which of the validation rows are held back, (rows,); about that share of them.
+def holdout_mask(row_ids: npt.NDArray[np.uint64], holdout_share: float) -> Bools:
+    """Return which validation rows are holdout rows, (rows,); about that share of them.
 
-    `row_ids` are those of all validation rows, in any order. Rows of equal texts and labels are on one side; those of
-    equal texts and other labels may not be, since an id tells no text. Of two rows or more there is one on each side,
-    unless the share is 0: then nothing is held back, and nothing of a single row.
+    `row_ids` are the ids of all validation rows, in any order. Rows with equal texts and labels are in one part; rows
+    with equal texts and different labels may not be. Each part has at least one of two or more rows, unless the share
+    is 0; a single row is never a holdout row.
+
     """
-    if share == 0 or len(row_ids) < 2:
+    if holdout_share == 0 or len(row_ids) < 2:
         return np.zeros(len(row_ids), dtype=np.bool_)
-    first = columns.firsts(row_ids)
-    draw = _mixed(first)
-    held = draw < np.uint64(min(int(share * 2**64), 2**64 - 1))
-    if held.all() == held.any():
-        # By chance, of few rows: the one row that is nearest to the other side, with its equals unless there are none
-        # but these, goes there.
-        nearest = draw == (draw.max() if held.all() else draw.min())
+    first_ids = columns.find_first_occurrences(row_ids)
+    hashes = _hash_ids(first_ids)
+    is_holdout = hashes < np.uint64(min(int(holdout_share * 2**64), 2**64 - 1))
+    if is_holdout.all() == is_holdout.any():
+        # All of a few rows are in one part: move the row with the nearest hash, and its equals, to the other.
+        nearest = hashes == (hashes.max() if is_holdout.all() else hashes.min())
         if nearest.all():
             nearest = row_ids == row_ids.max()
-        held = held ^ nearest
-    return held
+        is_holdout = is_holdout ^ nearest
+    return is_holdout
 
 
-def held(store: Store, share: float) -> Ints:
-    """Positions of the held-back rows among the validation rows of a store."""
-    return np.flatnonzero(mask(store.column(SPLIT, "row_id"), share))
+def holdout_rows(store: Store, holdout_share: float) -> Ints:
+    """Return the positions of the holdout rows among the validation rows of a store."""
+    return np.flatnonzero(holdout_mask(store.column(SPLIT, "row_id"), holdout_share))
 
 
-def steering(store: Store, share: float) -> Ints:
-    """Positions of the validation rows that steer the rungs."""
-    return np.flatnonzero(~mask(store.column(SPLIT, "row_id"), share))
+def steering_rows(store: Store, holdout_share: float) -> Ints:
+    """Return the positions of the steering rows among the validation rows of a store."""
+    return np.flatnonzero(~holdout_mask(store.column(SPLIT, "row_id"), holdout_share))
 
 
-def _mixed(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """A hash of 64 bits each: the finaliser of SplitMix64 (Steele, Lea & Flood 2014)."""
-    found = ids ^ KEY
-    found = (found ^ (found >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    found = (found ^ (found >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return found ^ (found >> np.uint64(31))
+def _hash_ids(ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return 64-bit hashes: the finalizer of SplitMix64 (Steele, Lea & Flood 2014)."""
+    hashes = ids ^ HASH_KEY
+    hashes = (hashes ^ (hashes >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    hashes = (hashes ^ (hashes >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return hashes ^ (hashes >> np.uint64(31))
 
 
-def parts(config: Config, source: Source, store: Store) -> int:
-    """Into how many parts the rows that could validate are cut, so that each seed of the end is judged on other ones.
+def count_folds(config: Config, source: DataSource, store: Store) -> int:
+    """Return the number of folds of the validation rows: each seed of the finals uses another one.
 
-    1 where enough rows are held back, or none are asked for. 0 where the validation rows are few and named by a file or
-    a column: then all seeds are judged on the same ones.
+    1 if there are enough holdout rows, or `tune.holdout_fraction` is 0. 0 if the validation rows are few and given by a
+    file or a column: then all seeds use the same rows.
+
     """
-    share = config.deploy.tune.held_back
-    if not share or len(held(store, share)) >= FEW:
+    holdout_share = config.deploy.tune.holdout_fraction
+    if not holdout_share or len(holdout_rows(store, holdout_share)) >= MIN_HOLDOUT_ROWS:
         return 1
-    found = Splits.of(config.recipe.data, source).valid_parts
-    return found if found != 1 else 0
+    fold_count = Splits.from_config(config.recipe.data, source).num_validation_folds
+    return fold_count if fold_count != 1 else 0
 
 
-def of(run: Run, share: float) -> Held:
-    """The answers of a finished run, by its best weights, to the rows that are held back; to all validation rows where
-    `share` is 0, and where these are another part than the search's own (`data.valid_part`), which no rung has seen.
+def load_holdout_scores(run: Run, holdout_share: float) -> HoldoutScores:
+    """Load the scores of a finished run, by its best weights, on the holdout rows.
 
-    Raises `UserError` for a run whose answers cannot be judged.
+    All validation rows are used if `holdout_share` is 0, or if the run has another fold than the search
+    (`data.validation_fold`), which no rung has used. Raises `UserError` for a run without valid predictions.
+
     """
-    config = configuration.load(str(run.config))
-    rows, output = row_predictions.read(run, SPLIT), base.get(config.recipe.task).output
-    if rows is None:
-        raise UserError(f"{run} left no answers to its validation rows", code="no_answers")
+    config = configuration.load_config(str(run.config))
+    answers, output = row_predictions.read_answers(run, SPLIT), base.get_task(config.recipe.task).output
+    if answers is None:
+        raise UserError(f"{run} has no predictions for its validation rows", code="no_answers")
     table = pyarrow.parquet.read_table(run.predictions(SPLIT), columns=["row_id", "position"])
-    ids, position = table["row_id"].to_numpy(), table["position"].to_numpy()
-    every_row = not share or config.recipe.data.valid_part > 0
-    chosen = np.ones(len(ids), dtype=np.bool_) if every_row else mask(ids, share)
-    at = np.flatnonzero(chosen if chosen.any() else ~chosen)
-    if output == "number" and not np.isfinite(rows.prediction[at].astype(np.float64)).all():
-        raise UserError(f"{run} answers with what is no finite number: its training has gone astray", code="diverged")
-    sheet = row_scores.Sheet(
-        target=rows.target[at],
-        prediction=rows.prediction[at],
-        loss=rows.loss[at],
-        facts=artifact.read(run.artifact, verify=False).facts if run.finished else {},
-        # Only a summary is judged by more than its file holds.
-        store=open_store(run.store) if output == "summary" and run.store is not None else None,
+    ids, positions = table["row_id"].to_numpy(), table["position"].to_numpy()
+    every_row = not holdout_share or config.recipe.data.validation_fold > 0
+    is_scored = np.ones(len(ids), dtype=np.bool_) if every_row else holdout_mask(ids, holdout_share)
+    scored_rows = np.flatnonzero(is_scored if is_scored.any() else ~is_scored)
+    if output == "number" and not np.isfinite(answers.prediction[scored_rows].astype(np.float64)).all():
+        raise UserError(f"{run} has non-finite predictions: its training has diverged", code="diverged")
+    sheet = row_scores.RowAnswers(
+        target=answers.target[scored_rows],
+        prediction=answers.prediction[scored_rows],
+        loss=answers.loss[scored_rows],
+        facts=artifact.read_artifact(run.artifact, verify=False).facts if run.is_finished else {},
+        # Only the scores of a summary need more than the file of predictions.
+        store=open_store(run.token_store) if output == "summary" and run.token_store is not None else None,
         split=SPLIT,
-        position=position[at],
+        positions=positions[scored_rows],
     )
-    judged = row_scores.judge(output, sheet)
-    return Held(judged.headline, ids[at], judged.scores)
+    scored = row_scores.score_rows(output, sheet)
+    return HoldoutScores(scored.headline, ids[scored_rows], scored.scores)
 
 
-def every(search: Run, history: History, share: float, parts: int) -> dict[finals.Run, Held]:
-    """By run of the end: what it is worth. One that cannot be judged is left out, and counts as failed."""
-    found = {}
-    own = [(trial.number, trial) for trial in history.own]
-    for of_trial, trial in (*own, *finals.repeats(history, parts)):
-        if trial.finished is not None:
-            which = finals.Run(of_trial, trial.seed)
+def collect_holdout_scores(
+    search: Run, history: History, holdout_share: float, folds: int
+) -> dict[finals.FinalRun, HoldoutScores]:
+    """Return the scores by final run. A run without valid predictions is left out, and counts as failed."""
+    scores_by_run = {}
+    original_trials = [(trial.number, trial) for trial in history.original_trials]
+    for original, trial in (*original_trials, *finals.repeated_trials(history, folds)):
+        if trial.final_result is not None:
+            final_run = finals.FinalRun(original, trial.seed)
             try:
-                found[which] = of(search.trial(trial.number), share)
+                scores_by_run[final_run] = load_holdout_scores(search.trial(trial.number), holdout_share)
             except UserError:
                 continue
-    return found
+    return scores_by_run

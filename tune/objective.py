@@ -1,101 +1,119 @@
-"""What a search is for: which of several trials is the better at a rung, what the sampler is told, and by how much
-chance makes scores differ. Pure.
-"""
+"""Objectives of a search: ranking of trials at a rung, values for the sampler, and the seed noise of scores. Pure."""
 
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from rtrain.config import Tune
-from tune.history import History, Reached, Trial
+from rtrain.config import TuneConfig
+from tune.history import History, RungResult, Trial
 
-Priced = tuple[float, float]
-"""A trial's score, and what it costs."""
+ScoreAndCost = tuple[float, float]
+"""(score, cost) of a trial."""
 
 
 @dataclass(frozen=True)
-class Aim:
-    """The settings of `tune` with these names."""
+class Objective:
+    """The objective by the `tune` settings."""
 
-    objective: str = "score"
+    kind: str = "score"
     target: float | None = None
     cost: str = "training"
 
     @classmethod
-    def of(cls, tune: Tune) -> "Aim":
+    def from_settings(cls, tune: TuneConfig) -> "Objective":
         return cls(tune.objective, tune.target, tune.cost)
 
-    def value(self, trial: Trial, one: Reached) -> float | tuple[float, ...]:
-        """What the sampler is told of a trial at its first rung; larger is better, each of several for itself."""
-        return one.score if self.objective == "score" else (one.score, -trial.price(one.seconds))
+    def sampler_value(self, trial: Trial, result: RungResult) -> float | tuple[float, ...]:
+        """Return the sampler's value of a trial at its first rung; larger is better, for each objective."""
+        return result.score if self.kind == "score" else (result.score, -trial.pareto_cost(result.seconds))
 
-    def ranked(self, trials: Sequence[Trial], rung: int) -> list[Trial]:
-        """The trials that have come to a rung, the best first; equal ones by their number.
+    def rank(self, trials: Sequence[Trial], rung: int) -> list[Trial]:
+        """Return the trials with a result at a rung, best first; ties by number.
 
-        By score, and then by loss. For the least time to a target: those that have reached it by their seconds, before
-        all others by score, as all have been trained on as many rows. For the front of score and cost: front by
-        front (Deb et al. 2002, NSGA-II), inside a front by score.
+        `score`: by score, then by loss. `time_to_target`: trials that reached the target by seconds, before all others
+        by score. `pareto`: by non-dominated front (Deb et al. 2002, NSGA-II), within a front by score.
+
         """
-        reached = {trial.number: one for trial in trials if (one := at(trial, rung))}
-        there = [trial for trial in trials if trial.number in reached]
-        priced = {one.number: (reached[one.number].score, one.price(reached[one.number].seconds)) for one in there}
-        depth = _fronts(priced) if self.objective == "front" else {}
+        result_by_trial = {trial.number: result for trial in trials if (result := rung_result(trial, rung))}
+        ranked_trials = [trial for trial in trials if trial.number in result_by_trial]
+        score_and_cost = {
+            trial.number: (
+                result_by_trial[trial.number].score,
+                trial.pareto_cost(result_by_trial[trial.number].seconds),
+            )
+            for trial in ranked_trials
+        }
+        front_by_trial = _pareto_fronts(score_and_cost) if self.kind == "pareto" else {}
 
-        def key(trial: Trial) -> tuple[float, ...]:
-            one = reached[trial.number]
-            # Nothing is above or below NaN, and a sort would leave all trials where they are.
-            score = -math.inf if math.isnan(one.score) else one.score
-            loss = math.inf if one.loss is None or math.isnan(one.loss) else one.loss
-            done = self.objective == "time" and self.target is not None and score >= self.target
-            return (depth.get(trial.number, 0), one.seconds if done else math.inf, -score, loss, trial.number)
+        def sort_key(trial: Trial) -> tuple[float, ...]:
+            result = result_by_trial[trial.number]
+            # NaN does not compare, so a sort would be undefined.
+            score = -math.inf if math.isnan(result.score) else result.score
+            loss = math.inf if result.loss is None or math.isnan(result.loss) else result.loss
+            reached_target = self.kind == "time_to_target" and self.target is not None and score >= self.target
+            return (
+                front_by_trial.get(trial.number, 0),
+                result.seconds if reached_target else math.inf,
+                -score,
+                loss,
+                trial.number,
+            )
 
-        return sorted(there, key=key)
-
-
-def at(trial: Trial, rung: int) -> Reached | None:
-    return next((one for one in trial.reached if one.rung == rung), None)
-
-
-def _fronts(priced: dict[int, Priced]) -> dict[int, int]:
-    """By trial: the number of the front that it is on. Front 0 is dominated by none; front 1 by those of front 0
-    alone, and so on."""
-    left, depth = dict(priced), dict[int, int]()
-    while left:
-        front = [n for n, one in left.items() if not any(_dominates(other, one) for other in left.values())]
-        front = front or list(left)  # figures that are not numbers dominate one another in circles
-        depth |= dict.fromkeys(front, max(depth.values(), default=-1) + 1)
-        left = {number: one for number, one in left.items() if number not in front}
-    return depth
+        return sorted(ranked_trials, key=sort_key)
 
 
-def _dominates(one: Priced, other: Priced) -> bool:
-    return one[0] >= other[0] and one[1] <= other[1] and one != other
+def rung_result(trial: Trial, rung: int) -> RungResult | None:
+    return next((result for result in trial.rung_results if result.rung == rung), None)
 
 
-def spread_at_end(history: History) -> float | None:
-    """Standard deviation of a trial's final score from seed to seed; None where no trial has ended with several."""
-    return _pooled(history, lambda trial: trial.finished.score if trial.finished else None)
+def _pareto_fronts(score_and_cost: dict[int, ScoreAndCost]) -> dict[int, int]:
+    """Return the front of each trial. Front 0 is not dominated; front 1 only by trials of front 0, and so on."""
+    remaining, front_by_trial = dict(score_and_cost), dict[int, int]()
+    while remaining:
+        front = [
+            number
+            for number, costs in remaining.items()
+            if not any(_dominates(other, costs) for other in remaining.values())
+        ]
+        front = front or list(remaining)  # NaN may leave no undominated trial
+        front_by_trial |= dict.fromkeys(front, max(front_by_trial.values(), default=-1) + 1)
+        remaining = {number: costs for number, costs in remaining.items() if number not in front}
+    return front_by_trial
 
 
-def spread_at_first_rung(history: History) -> float | None:
-    """Standard deviation of a trial's score at the first rung from seed to seed; None where none was repeated there.
+def _dominates(first: ScoreAndCost, second: ScoreAndCost) -> bool:
+    return first[0] >= second[0] and first[1] <= second[1] and first != second
 
-    It is known from few pairs, and two scores may be alike by chance. What the rows alone make of a pair, by those that
-    its two trainings answer differently, is known better, and is the least that seeds can differ by.
+
+def final_seed_std(history: History) -> float | None:
+    """Return the standard deviation of final scores over seeds; None if no trial has finished with several seeds."""
+    return _pooled_std(history, lambda trial: trial.final_result.score if trial.final_result else None)
+
+
+def first_rung_seed_std(history: History) -> float | None:
+    """Return the standard deviation of scores at the first rung over seeds; None if no trial was repeated there.
+
+    The estimate has few pairs, and two scores may be alike by chance. The variance over rows, from predictions that
+    differ between two trainings, is more certain, and is a lower bound.
+
     """
-    seeds = _pooled(history, lambda trial: one.score if (one := at(trial, 0)) else None)
-    rows = [one.luck for trial in history.trials if (one := at(trial, 0)) is not None and one.luck is not None]
-    least = math.sqrt(statistics.fmean(luck**2 for luck in rows)) if rows else 0.0
-    return None if seeds is None else max(seeds, least)
+    seed_std = _pooled_std(history, lambda trial: result.score if (result := rung_result(trial, 0)) else None)
+    row_stds = [
+        result.row_std
+        for trial in history.trials
+        if (result := rung_result(trial, 0)) is not None and result.row_std is not None
+    ]
+    min_std = math.sqrt(statistics.fmean(row_std**2 for row_std in row_stds)) if row_stds else 0.0
+    return None if seed_std is None else max(seed_std, min_std)
 
 
-def _pooled(history: History, score: Callable[[Trial], float | None]) -> float | None:
-    """Over the trials that have a score with several seeds."""
-    squares, free = 0.0, 0
-    for trial in history.own:
-        found = [score(one) for one in history.trials if trial.number in (one.number, one.of)]
-        if len(scores := [one for one in found if one is not None]) > 1:
+def _pooled_std(history: History, score: Callable[[Trial], float | None]) -> float | None:
+    """Pool the standard deviation over the trials with several seeds."""
+    squares, degrees = 0.0, 0
+    for trial in history.original_trials:
+        seed_scores = [score(repeat) for repeat in history.trials if trial.number in (repeat.number, repeat.repeat_of)]
+        if len(scores := [value for value in seed_scores if value is not None]) > 1:
             squares += statistics.pvariance(scores) * len(scores)
-            free += len(scores) - 1
-    return math.sqrt(squares / free) if free else None
+            degrees += len(scores) - 1
+    return math.sqrt(squares / degrees) if degrees else None

@@ -1,4 +1,4 @@
-"""Points of a search's space: each gives each searched setting a value. Pure: a seed gives the same points again."""
+"""Points of a search space: a value for each searched setting. Pure and deterministic by seed."""
 
 import itertools
 import math
@@ -7,86 +7,86 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-DIGITS = 3
-"""Significant digits of a drawn number: a difference beyond them is lost in the spread of seeds, and hard to read."""
+SIGNIFICANT_DIGITS = 3
+"""Significant digits of a drawn number: smaller differences are below the noise of seeds."""
 
 
 @dataclass(frozen=True)
 class Dimension:
-    """A setting that is searched: numbers of a range, both ends included, or choices.
+    """A searched setting: a closed range of numbers, or choices.
 
-    Each value has a place between 0 and 1. Those of a range follow its (logarithmic) length, choices lie as far from
-    each other as from their neighbours.
+    Each value has a position in [0, 1]: linear or logarithmic in a range, evenly spaced for choices.
+
     """
 
     name: str
-    """Dotted."""
+    """Dotted name of the setting."""
     low: float | int | None = None
     high: float | int | None = None
     log: bool = False
     choices: tuple[Any, ...] = ()
-    """Numbers in rising order; others as they were given."""
+    """Numbers in ascending order; other values in the given order."""
 
     @property
-    def whole(self) -> bool:
-        """Whether the numbers of its range are whole ones."""
+    def is_integer(self) -> bool:
+        """Whether its range is of integers."""
         return isinstance(self.low, int)
 
     @property
-    def ordered(self) -> bool:
-        """Whether its values are numbers, so that neighbours are alike."""
+    def is_ordered(self) -> bool:
+        """Whether its values are numbers, so that neighbors are similar."""
         return not self.choices or all(is_number(value) for value in self.choices)
 
-    def at(self, place: float) -> Any:
-        """The value at a place from 0 to 1."""
+    def from_unit(self, position: float) -> Any:
+        """Return the value at a position in [0, 1]."""
         if self.choices:
-            return self.choices[min(int(place * len(self.choices)), len(self.choices) - 1)]
-        begin, end = self._ends
-        length = begin + place * (end - begin)
-        return self.rounded(math.exp(length) if self.log else length)
+            return self.choices[min(int(position * len(self.choices)), len(self.choices) - 1)]
+        lower, upper = self._ends
+        length = lower + position * (upper - lower)
+        return self.round_value(math.exp(length) if self.log else length)
 
-    def place(self, value: Any) -> float | None:
-        """Where a value lies; None where it is outside."""
+    def to_unit(self, value: Any) -> float | None:
+        """Return the position of a value; None if it is outside."""
         if self.choices:
-            index = self.index(value)
+            index = self.index_of(value)
             return None if index is None else (index + 0.5) / len(self.choices)
         low, high = self._range
-        if not is_number(value) or (self.whole and value != int(value)):
+        if not is_number(value) or (self.is_integer and value != int(value)):
             return None
         if not (low <= value <= high or same_value(value, low) or same_value(value, high)):
             return None
-        begin, end = self._ends
-        return min(1.0, max(0.0, ((math.log(value) if self.log else value) - begin) / (end - begin)))
+        lower, upper = self._ends
+        return min(1.0, max(0.0, ((math.log(value) if self.log else value) - lower) / (upper - lower)))
 
-    def index(self, value: Any) -> int | None:
-        """Which of the choices a value is; None where it is none of them."""
+    def index_of(self, value: Any) -> int | None:
+        """Return the index of a value among the choices; None if it is not a choice."""
         return next((number for number, choice in enumerate(self.choices) if same_value(choice, value)), None)
 
-    def rounded(self, number: float) -> float | int:
-        """The nearest number of the range that is written with few digits."""
-        if self.whole:
-            return self.clipped(round(number))
+    def round_value(self, number: float) -> float | int:
+        """Round a number to `SIGNIFICANT_DIGITS` within the range."""
+        if self.is_integer:
+            return self.clip(round(number))
         low, high = self._range
         scale = number if self.log else high - low
-        return self.clipped(round(number, DIGITS - math.floor(math.log10(scale)) - self.log))
+        return self.clip(round(number, SIGNIFICANT_DIGITS - math.floor(math.log10(scale)) - self.log))
 
-    def clipped(self, number: float | int) -> float | int:
-        """The number of the range that is nearest."""
+    def clip(self, number: float | int) -> float | int:
+        """Return the nearest number of the range."""
         low, high = self._range
         return min(high, max(low, number))
 
     @property
     def _range(self) -> tuple[float | int, float | int]:
         if self.low is None or self.high is None:
-            raise ValueError(f"{self.name} has choices, and no range")
+            raise ValueError(f"{self.name} has choices, not a range")
         return self.low, self.high
 
     @property
     def _ends(self) -> tuple[float, float]:
-        """The range as a length. Of whole numbers each has the same part of it, so that it begins half a number before
-        the first."""
+        """The (logarithmic) bounds. Integer ranges are extended by one half, so that each integer has the same
+        share."""
         low, high = self._range
-        if self.whole:
+        if self.is_integer:
             low, high = low - 0.5, high + 0.5
         return (math.log(low), math.log(high)) if self.log else (low, high)
 
@@ -95,64 +95,64 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def same_value(one: Any, two: Any) -> bool:
-    """Whether two values are one setting: numbers up to the rounding of a computation."""
-    if is_number(one) and is_number(two):
-        return math.isclose(one, two, rel_tol=1e-9, abs_tol=1e-300)
-    return type(one) is type(two) and bool(one == two)
+def same_value(first: Any, second: Any) -> bool:
+    """Return whether two values are equal; numbers up to rounding errors."""
+    if is_number(first) and is_number(second):
+        return math.isclose(first, second, rel_tol=1e-9, abs_tol=1e-300)
+    return type(first) is type(second) and bool(first == second)
 
 
-def spread(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
-    """So many points, spread evenly over the space: a Halton sequence, scrambled by the seed (Owen 2017,
-    arXiv:1706.02808). Those of a smaller count are the first of a larger one."""
+def halton(dimensions: Sequence[Dimension], count: int, seed: int) -> list[dict[str, Any]]:
+    """Return points of a Halton sequence over the space, scrambled by the seed (Owen 2017, arXiv:1706.02808). A smaller
+    count is a prefix of a larger one."""
     from scipy.stats import qmc
 
     if not dimensions:
         return []
-    places = qmc.Halton(len(dimensions), scramble=True, rng=seed).random(count)
-    return [_point(dimensions, row) for row in places.tolist()]
+    unit_points = qmc.Halton(len(dimensions), scramble=True, rng=seed).random(count)
+    return [_point_from_unit(dimensions, row) for row in unit_points.tolist()]
 
 
-def grid(dimensions: Sequence[Dimension]) -> list[dict[str, Any]]:
-    """All points, the last setting going round first. Raises `ValueError` where they are without number."""
-    return list(walk(dimensions))
+def list_grid(dimensions: Sequence[Dimension]) -> list[dict[str, Any]]:
+    """Return all points; the last setting varies fastest. Raises `ValueError` for an infinite space."""
+    return list(iter_grid(dimensions))
 
 
-def walk(dimensions: Sequence[Dimension]) -> Iterator[dict[str, Any]]:
-    """The points of `grid` one by one: of whole numbers there may be many."""
+def iter_grid(dimensions: Sequence[Dimension]) -> Iterator[dict[str, Any]]:
+    """Iterate over the points of `list_grid`: integer ranges may be large."""
     names = [dimension.name for dimension in dimensions]
-    return (dict(zip(names, values, strict=True)) for values in itertools.product(*map(_all, dimensions)))
+    return (dict(zip(names, values, strict=True)) for values in itertools.product(*map(_list_values, dimensions)))
 
 
-def finite(dimensions: Sequence[Dimension]) -> bool:
-    """Whether the points can be counted, since no setting has a range of fractions."""
-    return all(one.choices or one.whole for one in dimensions)
+def is_finite(dimensions: Sequence[Dimension]) -> bool:
+    """Return whether the space is finite: no setting has a range of floats."""
+    return all(dimension.choices or dimension.is_integer for dimension in dimensions)
 
 
-def _all(dimension: Dimension) -> Sequence[Any]:
+def _list_values(dimension: Dimension) -> Sequence[Any]:
     if isinstance(dimension.low, int) and isinstance(dimension.high, int):
         return range(dimension.low, dimension.high + 1)
     if not dimension.choices:
-        raise ValueError(f"the numbers of {dimension.name} are without number")
+        raise ValueError(f"the range of {dimension.name} is not finite")
     return dimension.choices
 
 
 def random_point(dimensions: Sequence[Dimension], seed: int, number: int) -> dict[str, Any]:
-    """The point that trial `number` of a search by that seed draws, each place as likely as any other."""
-    return next(draws(dimensions, seed, number))
+    """Return the uniformly drawn point of trial `number`."""
+    return next(random_points(dimensions, seed, number))
 
 
-def draws(dimensions: Sequence[Dimension], seed: int, number: int) -> Iterator[dict[str, Any]]:
-    """`random_point`, and what would be drawn in its place."""
-    draw = random.Random(f"search {seed} {number}")
+def random_points(dimensions: Sequence[Dimension], seed: int, number: int) -> Iterator[dict[str, Any]]:
+    """Iterate over `random_point` and further draws."""
+    generator = random.Random(f"search {seed} {number}")
     while True:
-        yield _point(dimensions, [draw.random() for _ in dimensions])
+        yield _point_from_unit(dimensions, [generator.random() for _ in dimensions])
 
 
-def _point(dimensions: Sequence[Dimension], places: Sequence[float]) -> dict[str, Any]:
-    return {one.name: one.at(place) for one, place in zip(dimensions, places, strict=True)}
+def _point_from_unit(dimensions: Sequence[Dimension], positions: Sequence[float]) -> dict[str, Any]:
+    return {dimension.name: dimension.from_unit(place) for dimension, place in zip(dimensions, positions, strict=True)}
 
 
-def equal(one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Whether two points of a space are the same."""
-    return one.keys() == two.keys() and all(same_value(value, two[name]) for name, value in one.items())
+def same_point(first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether two points are equal."""
+    return first.keys() == second.keys() and all(same_value(value, second[name]) for name, value in first.items())

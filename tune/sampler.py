@@ -1,7 +1,8 @@
-"""Which point of the space to try next, given what became of those that were tried. No Ray, and no state.
+"""Propose the next point of the space from the observed ones. No Ray, and no state.
 
-Each question is answered by a new sampler that is told everything anew, seeded by the search's seed and the trial's
-number: a search that was killed asks again just what it would have asked.
+Each proposal uses a new sampler with all observations, seeded by the search's seed and the trial's number, so a resumed
+search proposes the same points.
+
 """
 
 import importlib.util
@@ -15,102 +16,116 @@ from itertools import islice
 from typing import Any
 
 from rtrain.core.errors import ConfigError, Problem
-from tune.points import Dimension, draws, equal, finite, grid, spread, walk
+from tune.points import Dimension, halton, is_finite, iter_grid, list_grid, random_points, same_point
 
-START = 4
-"""Trials before the first one that a model of the others proposes. Optuna's own samplers would take 10, which is more
-than most searches of full runs have."""
-GP_TRIALS = 50
-"""Most trials for which `auto` takes a Gaussian process: it makes more of few trials, and takes longer with many."""
-ATTEMPTS = 4
-"""Times that a sampler is asked for a point that was not tried."""
-DRAWN = 1000
-"""Points drawn in a row that were all tried, after which the points of a finite space are counted through."""
-GAIN_VALUES = 5
-"""Fewest values from which a gain is expected."""
-CANDIDATES = 512
-"""Points among which the one of the largest expected gain is looked for."""
+STARTUP_TRIALS = 4
+"""Trials before the first proposal of a model. Optuna's default of 10 is more than most searches of full runs have."""
+MAX_GP_TRIALS = 50
+"""Maximum trials for which `auto` is a Gaussian process: it is better with few trials, and slower with many."""
+MAX_SAMPLER_ATTEMPTS = 4
+"""Attempts of a sampler to propose an untried point."""
+MAX_RANDOM_DRAWS = 1000
+"""Random draws without an untried point, after which a finite space is enumerated."""
+MIN_GAIN_VALUES = 5
+"""Minimum values to compute an expected gain."""
+GAIN_CANDIDATES = 512
+"""Candidate points for the maximum of the expected gain."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """A point that was tried, and what it came to."""
+class Observation:
+    """A tried point and its value."""
 
     point: Mapping[str, Any] | None
-    """A value for each dimension, by name: `space.coordinates` of a trial's settings. None where these are outside of
-    the space: then it tells a model nothing."""
+    """A value for each dimension, by name (`space.locate_point`). None if the settings are outside of the space: models
+    do not use them."""
     value: float | tuple[float, ...] | None
-    """Larger is better, of each objective; None where the trial failed, diverged, or is not there yet."""
-    pending: bool = False
-    """Whether the trial is on its way."""
+    """Value of each objective; larger is better. None if the trial failed, diverged, or is pending."""
+    is_pending: bool = False
+    """Whether the trial is running."""
 
     @property
     def values(self) -> tuple[float, ...] | None:
-        """By objective; None where there are none to go by."""
-        found = self.value if isinstance(self.value, tuple) else (self.value,)
-        known = tuple(value for value in found if value is not None and math.isfinite(value))
-        return known if len(known) == len(found) and not self.pending else None
+        """Finite values by objective, or None."""
+        raw_values = self.value if isinstance(self.value, tuple) else (self.value,)
+        finite_values = tuple(value for value in raw_values if value is not None and math.isfinite(value))
+        return finite_values if len(finite_values) == len(raw_values) and not self.is_pending else None
 
 
-def check(sampler: str) -> None:
-    """Raise `ConfigError` where a sampler is not installed."""
+def check_sampler(sampler: str) -> None:
+    """Raise `ConfigError` if the sampler's package is not installed."""
     if sampler not in ("random", "grid"):
-        optuna(sampler)
+        import_optuna(sampler)
 
 
 def propose(
-    dimensions: Sequence[Dimension], told: Sequence[Told], *, number: int, seed: int, sampler: str, planned: int
+    dimensions: Sequence[Dimension],
+    observations: Sequence[Observation],
+    *,
+    number: int,
+    seed: int,
+    sampler: str,
+    planned_trials: int,
 ) -> tuple[dict[str, Any], str] | None:
-    """The point of trial `number` and what has proposed it; None where every point of the space was tried.
+    """Return (point of trial `number`, name of the proposer); None if every point of the space was tried.
 
-    Until `START` points of the space were tried they are spread over it (`spread`). Then `sampler` proposes them: a
-    Gaussian process (`gp`), tree-structured Parzen estimators (`tpe`), `random`, `grid`, or `auto`, one of the first
-    two by how many trials are `planned`. A point that was tried, or is being tried, is never proposed again: where a
-    sampler does so, `random` takes its place. The order of `told` has no influence.
+    The first `STARTUP_TRIALS` points are quasi-random (`halton`). Then `sampler` proposes: a Gaussian process (`gp`),
+    tree-structured Parzen estimators (`tpe`), `random`, `grid`, or `auto`: one of the first two by `planned_trials`. A
+    tried or pending point is never proposed again: `random` is the fallback. The order of `observations` has no
+    influence.
+
     """
-    inside = sorted(_inside(told), key=lambda one: repr((sorted(one[0].items()), one[1])))
-    tried = [point for point, _ in inside]
-    if len(inside) < START:
-        # A sequence for the whole search, which each trial enters at its number.
-        if fresh := _first(spread(dimensions, number + 16 * START, seed)[number:], tried):
-            return fresh, "spread"
+    points_in_space = sorted(_points_in_space(observations), key=lambda item: repr((sorted(item[0].items()), item[1])))
+    tried_points = [point for point, _ in points_in_space]
+    if len(points_in_space) < STARTUP_TRIALS:
+        # One sequence for the search; each trial starts at its number.
+        if new_point := _first_untried(halton(dimensions, number + 16 * STARTUP_TRIALS, seed)[number:], tried_points):
+            return new_point, "spread"
     elif sampler == "grid":
-        shuffled = grid(dimensions)
-        random.Random(f"grid {seed}").shuffle(shuffled)
-        fresh = _first(shuffled, tried)
-        return (fresh, "grid") if fresh else None
-    elif sampler != "random" and any(values for _, values in inside):
-        by = sampler if sampler != "auto" else "gp" if planned <= GP_TRIALS else "tpe"
-        if fresh := _modelled(dimensions, inside, random.Random(f"ask {seed} {number}").getrandbits(31), by):
-            return fresh, by
-    drawn = islice(draws(dimensions, seed, number), DRAWN)
-    fresh = _first(drawn, tried) or (_first(walk(dimensions), tried) if finite(dimensions) else None)
-    return (fresh, "random") if fresh else None
+        shuffled_grid = list_grid(dimensions)
+        random.Random(f"grid {seed}").shuffle(shuffled_grid)
+        new_point = _first_untried(shuffled_grid, tried_points)
+        return (new_point, "grid") if new_point else None
+    elif sampler != "random" and any(values for _, values in points_in_space):
+        proposer = sampler if sampler != "auto" else "gp" if planned_trials <= MAX_GP_TRIALS else "tpe"
+        if new_point := _propose_by_model(
+            dimensions, points_in_space, random.Random(f"ask {seed} {number}").getrandbits(31), proposer
+        ):
+            return new_point, proposer
+    random_draws = islice(random_points(dimensions, seed, number), MAX_RANDOM_DRAWS)
+    new_point = _first_untried(random_draws, tried_points) or (
+        _first_untried(iter_grid(dimensions), tried_points) if is_finite(dimensions) else None
+    )
+    return (new_point, "random") if new_point else None
 
 
-Tried = tuple[Mapping[str, Any], tuple[float, ...] | None]
-"""A point of the space, and its values where it has any."""
+TriedPoint = tuple[Mapping[str, Any], tuple[float, ...] | None]
+"""A point of the space, and its values or None."""
 
 
-def _inside(told: Sequence[Told]) -> list[Tried]:
-    return [(one.point, one.values) for one in told if one.point is not None]
+def _points_in_space(observations: Sequence[Observation]) -> list[TriedPoint]:
+    return [(observation.point, observation.values) for observation in observations if observation.point is not None]
 
 
-def _first(points: Iterable[dict[str, Any]], tried: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
-    """The first point that was not tried."""
-    return next((point for point in points if not any(equal(point, one) for one in tried)), None)
+def _first_untried(
+    points: Iterable[dict[str, Any]], tried_points: Sequence[Mapping[str, Any]]
+) -> dict[str, Any] | None:
+    """Return the first untried point."""
+    return next(
+        (point for point in points if not any(same_point(point, tried_point) for tried_point in tried_points)), None
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- optuna
 
 
-def installed() -> bool:
-    """Whether Optuna is."""
+def is_installed() -> bool:
+    """Return whether Optuna is installed."""
     return importlib.util.find_spec("optuna") is not None
 
 
-def optuna(sampler: str = "auto") -> Any:
-    """The package, which comes with an extra. Raises `ConfigError` where it is missing."""
+def import_optuna(sampler: str = "auto") -> Any:
+    """Import Optuna, which is an extra. Raises `ConfigError` if it is missing."""
     try:
         import optuna
     except ImportError:
@@ -121,125 +136,141 @@ def optuna(sampler: str = "auto") -> Any:
 
 
 @contextmanager
-def quiet(library: Any) -> Iterator[None]:
-    """Inside, Optuna says nothing of the studies that it makes."""
-    before = library.logging.get_verbosity()
+def quiet_logging(library: Any) -> Iterator[None]:
+    """Silence Optuna's messages about studies."""
+    previous_level = library.logging.get_verbosity()
     library.logging.set_verbosity(library.logging.ERROR)
     try:
         yield
     finally:
-        library.logging.set_verbosity(before)
+        library.logging.set_verbosity(previous_level)
 
 
-def _modelled(dimensions: Sequence[Dimension], inside: Sequence[Tried], seed: int, by: str) -> dict[str, Any] | None:
-    """The point that a model of all values proposes; None where it proposes none but those that were tried.
+def _propose_by_model(
+    dimensions: Sequence[Dimension], tried_points: Sequence[TriedPoint], seed: int, sampler_name: str
+) -> dict[str, Any] | None:
+    """Return the point that a model of all values proposes; None if it proposes tried points only.
 
-    A trial without values counts as the worst of all: one that failed, so that it is not tried nearby again, and one
-    that is on its way, so that trials of the same time differ (the constant liar of Ginsbourger et al. 2010).
+    A trial without values counts as the worst: a failed one, to avoid its neighborhood, and a pending one, so that
+    concurrent trials differ (the constant liar of Ginsbourger et al. 2010).
+
     """
-    library = optuna(by)
-    known = [values for _, values in inside if values]
-    worst = [min(values) for values in zip(*known, strict=True)]
-    distributions = {one.name: _distribution(library, one) for one in dimensions}
-    with quiet(library):
-        if by == "gp":
+    library = import_optuna(sampler_name)
+    known_values = [values for _, values in tried_points if values]
+    worst_values = [min(values) for values in zip(*known_values, strict=True)]
+    distributions = {dimension.name: _make_distribution(library, dimension) for dimension in dimensions}
+    with quiet_logging(library):
+        if sampler_name == "gp":
             sampler = library.samplers.GPSampler(seed=seed, n_startup_trials=0)
         else:
             sampler = library.samplers.TPESampler(seed=seed, n_startup_trials=0, multivariate=True)
-        study = library.create_study(directions=["maximize"] * len(worst), sampler=sampler)
-        for point, values in inside:
-            params = {one.name: _encoded(one, point[one.name]) for one in dimensions}
+        study = library.create_study(directions=["maximize"] * len(worst_values), sampler=sampler)
+        for point, values in tried_points:
+            params = {dimension.name: _encode(dimension, point[dimension.name]) for dimension in dimensions}
             study.add_trial(
-                library.trial.create_trial(params=params, distributions=distributions, values=list(values or worst))
+                library.trial.create_trial(
+                    params=params, distributions=distributions, values=list(values or worst_values)
+                )
             )
-        for _ in range(ATTEMPTS):
+        for _ in range(MAX_SAMPLER_ATTEMPTS):
             trial = study.ask(distributions)
-            proposed = {one.name: _decoded(one, trial.params[one.name]) for one in dimensions}
-            if fresh := _first([proposed], [point for point, _ in inside]):
+            new_point = {dimension.name: _decode(dimension, trial.params[dimension.name]) for dimension in dimensions}
+            if fresh := _first_untried([new_point], [point for point, _ in tried_points]):
                 return fresh
-            study.tell(trial, worst)
+            study.tell(trial, worst_values)
     return None
 
 
-def _distribution(library: Any, dimension: Dimension) -> Any:
-    """How Optuna draws a dimension's encoded values: choices by their numbers, those of ordered ones as neighbours."""
-    if dimension.choices and dimension.ordered:
+def _make_distribution(library: Any, dimension: Dimension) -> Any:
+    """Return Optuna's distribution of a dimension's encoded values: indices of choices, as integers if they are
+    ordered."""
+    if dimension.choices and dimension.is_ordered:
         return library.distributions.IntDistribution(0, len(dimension.choices) - 1)
     if dimension.choices:
         return library.distributions.CategoricalDistribution(tuple(range(len(dimension.choices))))
-    kind = library.distributions.IntDistribution if dimension.whole else library.distributions.FloatDistribution
-    return kind(dimension.low, dimension.high, log=dimension.log)
+    distribution_class = (
+        library.distributions.IntDistribution if dimension.is_integer else library.distributions.FloatDistribution
+    )
+    return distribution_class(dimension.low, dimension.high, log=dimension.log)
 
 
-def _encoded(dimension: Dimension, value: Any) -> Any:
-    return dimension.index(value) if dimension.choices else dimension.clipped(value)
+def _encode(dimension: Dimension, value: Any) -> Any:
+    return dimension.index_of(value) if dimension.choices else dimension.clip(value)
 
 
-def _decoded(dimension: Dimension, value: Any) -> Any:
-    return dimension.choices[value] if dimension.choices else dimension.rounded(value)
+def _decode(dimension: Dimension, value: Any) -> Any:
+    return dimension.choices[value] if dimension.choices else dimension.round_value(value)
 
 
 # ------------------------------------------------------------------------------------------------------ expected gain
 
 
-def expected_gain(dimensions: Sequence[Dimension], told: Sequence[Told], seed: int) -> float | None:
-    """By how much the best point of the space that was not tried is expected to be above the best value, in units of
-    the value; None with fewer than `GAIN_VALUES` values, or with several objectives.
+def expected_gain(dimensions: Sequence[Dimension], observations: Sequence[Observation], seed: int) -> float | None:
+    """Return the maximum expected improvement of an untried point over the best value; None with fewer than
+    `MIN_GAIN_VALUES` values, or with several objectives.
 
     The expected improvement of Jones, Schonlau and Welch (1998, equation 15), with mean m and deviation s of a Gaussian
     process at the point, best value b, d = m - b, and Phi and phi of the standard normal distribution,
 
         EI = d Phi(d / s) + s phi(d / s)
 
-    The process has a Matern 5/2 kernel with a length for each dimension and a noise, all fitted to the values by their
-    likelihood. s is the deviation of what is behind the noise: how a trial's luck differs from seed to seed is no gain.
+    The process has a Matern 5/2 kernel with a length scale for each dimension and a noise, fitted by maximum
+    likelihood. s is the deviation without the noise: variation between seeds is not a gain.
     """
     import numpy as np
     from scipy.stats import norm
 
-    inside = _inside(told)
-    known = [(point, values[0]) for point, values in inside if values and len(values) == 1]
-    if len(known) < GAIN_VALUES or not dimensions:
+    tried_points = _points_in_space(observations)
+    scored_points = [(point, values[0]) for point, values in tried_points if values and len(values) == 1]
+    if len(scored_points) < MIN_GAIN_VALUES or not dimensions:
         return None
-    scores = np.array([score for _, score in known])
+    scores = np.array([score for _, score in scored_points])
     mean, deviation = scores.mean(), scores.std()
-    tried = [point for point, _ in inside]
-    # A walk over more points than are looked at would see one corner: those in which the first settings are lowest.
-    few = finite(dimensions) and sum(1 for _ in islice(walk(dimensions), CANDIDATES + 1)) <= CANDIDATES
-    candidates = walk(dimensions) if few else spread(dimensions, CANDIDATES, seed)
-    fresh = [point for point in islice(candidates, CANDIDATES) if _first([point], tried)]
-    if not fresh or deviation == 0:
+    points = [point for point, _ in tried_points]
+    # A truncated enumeration would cover only the corner where the first settings are lowest.
+    is_small_space = (
+        is_finite(dimensions) and sum(1 for _ in islice(iter_grid(dimensions), GAIN_CANDIDATES + 1)) <= GAIN_CANDIDATES
+    )
+    candidates = iter_grid(dimensions) if is_small_space else halton(dimensions, GAIN_CANDIDATES, seed)
+    new_points = [point for point in islice(candidates, GAIN_CANDIDATES) if _first_untried([point], points)]
+    if not new_points or deviation == 0:
         return 0.0
-    process = _fitted(np.array([_features(dimensions, point) for point, _ in known]), (scores - mean) / deviation, seed)
-    middle, apart = process.predict(np.array([_features(dimensions, point) for point in fresh]), return_std=True)
-    behind = np.sqrt(np.maximum(apart**2 - process.kernel_.k2.noise_level, 1e-18))
-    gain = middle - (scores.max() - mean) / deviation
-    improvement = gain * norm.cdf(gain / behind) + behind * norm.pdf(gain / behind)
+    process = _fit_gaussian_process(
+        np.array([_unit_features(dimensions, point) for point, _ in scored_points]), (scores - mean) / deviation, seed
+    )
+    predicted_mean, predicted_std = process.predict(
+        np.array([_unit_features(dimensions, point) for point in new_points]), return_std=True
+    )
+    noise_free_std = np.sqrt(np.maximum(predicted_std**2 - process.kernel_.k2.noise_level, 1e-18))
+    gain = predicted_mean - (scores.max() - mean) / deviation
+    improvement = gain * norm.cdf(gain / noise_free_std) + noise_free_std * norm.pdf(gain / noise_free_std)
     return float(max(0.0, improvement.max()) * deviation)
 
 
-def _fitted(places: Any, values: Any, seed: int) -> Any:
-    """A Gaussian process of standardised values at places of the unit cube."""
+def _fit_gaussian_process(unit_points: Any, values: Any, seed: int) -> Any:
+    """Fit a Gaussian process to standardized values at points of the unit cube."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
 
-    smooth = Matern([0.5] * places.shape[1], [(0.05, 20.0)] * places.shape[1], nu=2.5)
-    kernel = ConstantKernel(1.0, (0.01, 100.0)) * smooth + WhiteKernel(0.01, (1e-6, 1.0))
+    matern = Matern([0.5] * unit_points.shape[1], [(0.05, 20.0)] * unit_points.shape[1], nu=2.5)
+    kernel = ConstantKernel(1.0, (0.01, 100.0)) * matern + WhiteKernel(0.01, (1e-6, 1.0))
     process = GaussianProcessRegressor(kernel, n_restarts_optimizer=4, random_state=seed % 2**32)
     with warnings.catch_warnings():
-        # A length at its bound says that the setting has no influence: that is an answer.
+        # A length scale at its bound means that the setting has no influence, which is valid.
         warnings.simplefilter("ignore", ConvergenceWarning)
-        return process.fit(places, values)
+        return process.fit(unit_points, values)
 
 
-def _features(dimensions: Sequence[Dimension], point: Mapping[str, Any]) -> list[float]:
-    """A point's place in the unit cube; a dimension of names has one direction for each, all equally far apart."""
-    found: list[float] = []
-    for one in dimensions:
-        value = point[one.name]
-        if one.ordered:
-            found.append(one.place(value) or 0.0)
+def _unit_features(dimensions: Sequence[Dimension], point: Mapping[str, Any]) -> list[float]:
+    """Return a point's features in the unit cube; unordered choices are one-hot, all at equal distance."""
+    features: list[float] = []
+    for dimension in dimensions:
+        value = point[dimension.name]
+        if dimension.is_ordered:
+            features.append(dimension.to_unit(value) or 0.0)
         else:
-            found += [math.sqrt(0.5) * (number == one.index(value)) for number in range(len(one.choices))]
-    return found
+            features += [
+                math.sqrt(0.5) * (number == dimension.index_of(value)) for number in range(len(dimension.choices))
+            ]
+    return features

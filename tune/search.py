@@ -1,7 +1,8 @@
-"""The search: what is tried next, by whom, and when it is over. Ray Tune runs what is decided here (`slots`).
+"""The search: creates trials, promotes them, runs the finals, and ends. Ray Tune runs the assignments
+(`tune.trial_pool`).
 
-Everything that is known is in the journal. A search that was killed reads it again, takes up the trials that were in
-flight, and asks what it would have asked.
+All state is in the journal. A resumed search replays it, resumes the trials in flight, and makes the same decisions.
+
 """
 
 import time
@@ -23,374 +24,455 @@ from rtrain.models import builder
 from rtrain.planning import frequency_model
 from rtrain.runs import controller, prepare, run_folders
 from tune import finals, gate_winner, holdout_scores, sampler, space, student_costs, successive_halving, trial_pool
-from tune.history import SEED, History, Trial, numbered
-from tune.objective import Aim
+from tune.history import SEED_REPEAT, History, Trial, find_trial
+from tune.objective import Objective
 from tune.report import optuna_export, page
-from tune.search_log import Record
-from tune.search_policy import Asker
-from tune.successive_halving import Go, Ladder
-from tune.trainable import LOG_EVERY, Order, Task, headline_of, held, refused
+from tune.search_log import SearchLog
+from tune.search_policy import SearchPolicy
+from tune.successive_halving import RungSchedule, TrainTo
+from tune.trainable import LOG_EVERY_SETTING, Assignment, SearchTask, headline_metric, open_search, strategy_problems
 
 FINAL_RUNS = 4
-"""Full runs whose rows the end may take, where `tune.final_rows` does not say."""
+"""Default of `tune.final_budget_rows`, in full runs."""
 
-SPENT_S = 10.0
-"""Seconds of a search that a kill may lose."""
+USAGE_INTERVAL_S = 10.0
+"""Seconds between two `usage` events; a kill loses at most so many."""
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """The result of a search."""
 
     search: Run
     history: History
 
     @property
-    def best(self) -> Trial:
-        assert self.history.chosen is not None  # the search has ended
-        return numbered(self.history.trials, self.history.chosen)
+    def best_trial(self) -> Trial:
+        assert self.history.winner is not None  # the search has ended
+        return find_trial(self.history.trials, self.history.winner)
 
     @property
     def winner(self) -> Run:
-        return self.search.trial(self.best.number)
+        return self.search.trial(self.best_trial.number)
 
     @property
-    def gate(self) -> dict[str, Any] | None:
-        """The verdict on the winner's artefact beside trial 0's; None where trial 0 has won."""
-        kept = artifact.read(self.winner.artifact, verify=False).gate
-        return None if kept is None else dict(kept)
+    def gate_verdict(self) -> dict[str, Any] | None:
+        """The gate's verdict on the winner's artifact; None if trial 0 has won."""
+        stored_gate = artifact.read_artifact(self.winner.artifact, verify=False).gate
+        return None if stored_gate is None else dict(stored_gate)
 
     @property
-    def rows(self) -> int:
-        """Rows that all trials were trained on."""
-        ends = (trial.finished or (trial.reached[-1] if trial.reached else None) for trial in self.history.trials)
-        return sum(end.rows for end in ends if end is not None)
+    def trained_rows(self) -> int:
+        """Trained rows of all trials."""
+        last_results = (
+            trial.final_result or (trial.rung_results[-1] if trial.rung_results else None)
+            for trial in self.history.trials
+        )
+        return sum(result.rows for result in last_results if result is not None)
 
     def to_document(self) -> dict[str, Any]:
         trials = [{**asdict(trial), "status": trial.status} for trial in self.history.trials]
         verdict = dict(self.history.verdict)
-        return {"trials": trials, "best": self.history.chosen, "verdict": verdict, "gate": self.gate}
+        return {"trials": trials, "winner": self.history.winner, "verdict": verdict, "gate": self.gate_verdict}
 
 
-def check(config: Config, students: bool = False) -> None:
-    """Everything about a search, of `students` or of runs, that can be refused before anything starts, all at once.
-    Raises `ConfigError`."""
-    data, problems = config.recipe.data, [*refused(config), *preflight.overbooked(config, env.cores())]
+def check_search(config: Config, students: bool = False) -> None:
+    """Check a search over `students` or runs before anything starts. Raises `ConfigError` with all problems."""
+    data, problems = (
+        config.recipe.data,
+        [*strategy_problems(config), *preflight.check_oversubscription(config, env.available_cores())],
+    )
     if config.deploy.tune.cost != "training" and not students:
-        reason = "all trials have the same model; students differ (rtrain distill --search)"
+        reason = "all trials have the same model; only students differ (rtrain distill --search)"
         problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out", code="not_students"))
-    if data.valid_share == 0 and not (data.valid or data.split):
-        reason = "trials are compared on validation rows, and there are none"
+    if data.valid_share == 0 and not (data.valid or data.split_column):
+        reason = "trials are compared on validation rows, which are missing"
         fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
         problems.append(Problem("data.valid_share", 0, reason, fix, code="no_rows"))
-    if data.valid_part:
-        reason = "each seed of a search's end is judged on a part of its own"
-        problems.append(Problem("data.valid_part", data.valid_part, reason, "leave it out", code="unsupported"))
-    tune, name = config.deploy.tune, headline_of(config)
-    if tune.objective == "time" and name.startswith("neg_") and tune.target is not None and tune.target > 0:
-        reason = f"the score is {name}, an error below 0 that a target above 0 is never reached by"
+    if data.validation_fold:
+        reason = "the finals of a search set the fold of each seed"
+        problems.append(
+            Problem("data.validation_fold", data.validation_fold, reason, "leave it out", code="unsupported")
+        )
+    tune, name = config.deploy.tune, headline_metric(config)
+    if tune.objective == "time_to_target" and name.startswith("neg_") and tune.target is not None and tune.target > 0:
+        reason = f"the score is {name}, a negative error, which cannot reach a target above 0"
         problems.append(Problem("tune.target", tune.target, reason, f"write {-tune.target:g}", code="out_of_range"))
     try:
-        space.dimensions(config)
+        space.build_dimensions(config)
     except ConfigError as error:
         problems += error.problems
     if problems:
         raise ConfigError(problems)
-    sampler.check(config.deploy.tune.sampler)
+    sampler.check_sampler(config.deploy.tune.sampler)
 
 
 def check_model(config: Config, folder: Path) -> None:
-    """Raise `ConfigError` where the space or a point has a value that the model in a folder cannot read: each trial
-    with it would fail."""
+    """Raise `ConfigError` if the space or a point has a value that the model in `folder` does not support."""
     tune, problems = config.deploy.tune, list[Problem]()
-    ends = [(one.name, value) for one in space.dimensions(config) for value in one.choices or (one.low, one.high)]
-    tried = [(f"tune.space.{name}", {name: value}) for name, value in ends]
-    tried += [(f"tune.points.{place}", dict(point)) for place, point in enumerate(tune.points)]
-    for field, point in tried:
+    extreme_values = [
+        (dimension.name, value)
+        for dimension in space.build_dimensions(config)
+        for value in dimension.choices or (dimension.low, dimension.high)
+    ]
+    tried_points = [(f"tune.space.{name}", {name: value}) for name, value in extreme_values]
+    tried_points += [
+        (f"tune.points_to_evaluate.{place}", dict(point)) for place, point in enumerate(tune.points_to_evaluate)
+    ]
+    for field, point in tried_points:
         if any(name.startswith(("data.", "model.")) for name in point):
-            recipe = configuration.with_overrides(config, space.overrides(config, point)).recipe
-            found = builder.check_architecture(folder, recipe.data.window_tokens, chosen=recipe.model)
-            problems += [replace(one, field=field, reason=f"{one.field}: {one.reason}") for one in found]
+            recipe = configuration.with_overrides(config, space.trial_overrides(config, point)).recipe
+            architecture_problems = builder.check_architecture(
+                folder, recipe.data.window_tokens, model_config=recipe.model
+            )
+            problems += [
+                replace(problem, field=field, reason=f"{problem.field}: {problem.reason}")
+                for problem in architecture_problems
+            ]
     if problems:
         raise ConfigError(problems)
 
 
-def run(
+def run_search(
     config: Config,
     folder: Path,
     reuse: run_folders.Reuse = "refuse",
     on_event: controller.OnEvent | None = None,
     tokens_root: Path | None = None,
     teacher: Path | None = None,
-) -> Found:
-    """Search, and train what is left to its end. Every trial keeps its run folder; `trials.jsonl` is the journal.
+) -> SearchResult:
+    """Run a search with its finals. Every trial has a run folder; `trials.jsonl` is the journal.
 
-    `tokens_root`: see `trial.held`. With a `teacher`, an artefact, the trials are its students, and `config` is that of
-    the first one (`distill.started`). A resumed search does nothing twice. Raises `ConfigError` if a resumed search
-    would be another one, and `UserError` if no trial came to a score.
+    Args:
+        tokens_root: see `trainable.open_search`.
+        teacher: an artifact; the trials are its students, and `config` is that of the first one
+            (`distill.derive_student_config`).
+
+    Raises:
+        ConfigError: a resumed search has other settings.
+        UserError: no trial has a score.
+
     """
-    check(config, students=teacher is not None)
-    count = _room(config, folder, reuse)
-    with held(config, folder, reuse, tokens_root, teacher) as (settled, task):
-        return SearchStart(settled, task, count, on_event).run()
+    check_search(config, students=teacher is not None)
+    slot_count = _count_slots(config, folder, reuse)
+    with open_search(config, folder, reuse, tokens_root, teacher) as (resolved_config, task):
+        return SearchAttempt(resolved_config, task, slot_count, on_event).run()
 
 
-def _room(config: Config, folder: Path, reuse: run_folders.Reuse) -> int:
-    """How many slots there will be; none for a search that has ended. It is asked before a folder is made or a row is
-    read: whoever is refused can write the command anew. Raises what `slots.number` raises."""
+def _count_slots(config: Config, folder: Path, reuse: run_folders.Reuse) -> int:
+    """Return the number of slots; 0 for a search that has ended. It is checked before a folder is created or a row is
+    read. Raises the errors of `trial_pool.count_slots`."""
     if reuse == "resume" and Run(folder).winner is not None:
         return 0
-    return trial_pool.number(config, prepare.device_of(config, Run(folder).trial(0)).device)
+    return trial_pool.count_slots(config, prepare.choose_device(config, Run(folder).trial(0)).device)
 
 
-Due = Callable[[set[Go], bool], list[Go] | None]
-"""(orders that were given, whether a slot is idle) -> what is to be done, given orders among it; None: all is done."""
+NextAssignments = Callable[[set[TrainTo], bool], list[TrainTo] | None]
+"""(current assignments, whether a slot is idle) -> next assignments, with the current ones; None: the phase is done."""
 
 
-class SearchStart:
-    """One start of a search."""
+class SearchAttempt:
+    """An attempt of a search."""
 
-    def __init__(self, config: Config, task: Task, count: int, on_event: controller.OnEvent | None):
-        """`count`: how many slots there will be."""
-        self._config, self._task, self._count, self._tune = config, task, count, config.deploy.tune
+    def __init__(self, config: Config, task: SearchTask, slot_count: int, on_event: controller.OnEvent | None):
+        """`slot_count`: number of slots to start."""
+        self._config, self._task, self._planned_slots, self._tune = config, task, slot_count, config.deploy.tune
         self._search = Run(task.search)
-        self.record = Record(self._search, on_event, config.deploy.cluster)
-        self._aim, self._seed = Aim.of(self._tune), config.recipe.train.seed
-        self._costs = None if self._tune.cost == "training" else student_costs.Costs(task.search, self._tune.cost)
-        self._counted, self.slot_count = time.monotonic(), 0
-        """Until when seconds were counted, and how many slots are there."""
+        self.search_log = SearchLog(self._search, on_event, config.deploy.cluster)
+        self._objective, self._seed = Objective.from_settings(self._tune), config.recipe.train.seed
+        self._costs = (
+            None if self._tune.cost == "training" else student_costs.StudentCosts(task.search, self._tune.cost)
+        )
+        self._usage_counted_at, self.slot_count = time.monotonic(), 0
+        """Time of the last `usage` event, and number of running slots."""
 
     @property
     def history(self) -> History:
-        return self.record.history
+        return self.search_log.history
 
-    def run(self) -> Found:
+    def run(self) -> SearchResult:
         try:
-            if self.history.chosen is None:
+            if self.history.winner is None:
                 try:
-                    self.decide()
+                    self.execute()
                 finally:
-                    with suppress(OSError):  # of a full disk, which has been told: the seconds are an estimate
-                        self.spend()
-            self._leave()
-        finally:  # of a search that is interrupted too
+                    with suppress(OSError):  # e.g. a full disk, which was reported
+                        self.log_usage()
+            self._write_results()
+        finally:  # also after an interruption
             with suppress(OSError):
-                self._export()
-        return Found(self._search, self.history)
+                self._export_study()
+        return SearchResult(self._search, self.history)
 
-    def decide(self) -> None:
+    def execute(self) -> None:
         if not self.history.trials:
-            self.ask({}, "recipe")
-        self.reopen()
-        self.measure()
-        # The rows are read before the slots start: they would all read them.
-        prepared = self._task.prepared(0, {})
-        self.ladder = Ladder.of(self._tune.first_rung, prepared.order.rows_until(prepared.updates))
-        self.asker = Asker.of(self._config, self.ladder)
-        source = row_reader.inspect(prepared.config.recipe.data, self._task.tokens_root)
-        self.parts = holdout_scores.parts(prepared.config, source, prepared.store)
-        with self.record.following(), trial_pool.opened(self._config, self._task, self._count) as open_slots:
-            self.spend()
-            self.slot_count = self._count
-            self.phases(open_slots)
+            self.create_trial({}, "recipe")
+        self.reopen_if_affordable()
+        self.measure_costs()
+        # The rows are tokenized before the slots start, which would all do it.
+        prepared_run = self._task.prepare_trial(0, {})
+        self.schedule = RungSchedule.from_first_rung(
+            self._tune.min_resource_fraction, prepared_run.order.rows_until(prepared_run.num_steps)
+        )
+        self.policy = SearchPolicy.from_config(self._config, self.schedule)
+        source = row_reader.inspect_source(prepared_run.config.recipe.data, self._task.tokens_root)
+        self.folds = holdout_scores.count_folds(prepared_run.config, source, prepared_run.store)
+        with (
+            self.search_log.follow_trials(),
+            trial_pool.open_slots(self._config, self._task, self._planned_slots) as slot_pool,
+        ):
+            self.log_usage()
+            self.slot_count = self._planned_slots
+            self.run_phases(slot_pool)
 
     # --------------------------------------------------------------------------------------------------------- phases
 
-    def phases(self, open_slots: trial_pool.Slots) -> None:
-        """The halving, and the end. One that has begun is gone on with: its trials are trained past the rungs to which
-        a halving in a larger field, or in one that a trial has failed in since, would order them."""
-        if not self.history.ending:
-            self.work(open_slots, self.halving)
-            self.record.write("ending")
-        self.work(open_slots, self.ending)
+    def run_phases(self, slot_pool: trial_pool.SlotPool) -> None:
+        """Run the halving and the finals. Finals that have started are resumed: their trials are past the rungs of a
+        halving with more trials, or with a trial that has failed since."""
+        if not self.history.is_in_finals:
+            self.assign_until_done(slot_pool, self.next_halving)
+            self.search_log.write("finals_started")
+        self.assign_until_done(slot_pool, self.next_finals)
 
-    def work(self, open_slots: trial_pool.Slots, due: Due) -> None:
-        """Keep the slots busy until `due` says that nothing is left to do."""
+    def assign_until_done(self, slot_pool: trial_pool.SlotPool, next_assignments: NextAssignments) -> None:
+        """Assign work to idle slots until `next_assignments` returns None."""
         while True:
-            for slot in open_slots.idle:
-                given = {Go(order.trial, order.rung) for order in open_slots.orders.values()}
-                if (go := next((go for go in due(given, True) or [] if go not in given), None)) is None:
+            for slot in slot_pool.idle_slots:
+                assigned = {TrainTo(assignment.trial, assignment.rung) for assignment in slot_pool.assignments.values()}
+                if (
+                    target := next(
+                        (step for step in next_assignments(assigned, True) or [] if step not in assigned), None
+                    )
+                ) is None:
                     break
-                self.record.give(open_slots, slot, self._order(go))
-            if not open_slots.orders and due(set(), False) is None:
+                self.search_log.dispatch(slot_pool, slot, self._make_assignment(target))
+            if not slot_pool.assignments and next_assignments(set(), False) is None:
                 return
-            self.record.hear(open_slots, self._spend_now_and_then)
-            self.spend()
+            self.search_log.receive(slot_pool, self._log_usage_periodically)
+            self.log_usage()
 
-    def spend(self) -> None:
-        """Write down the seconds since this was done last: those of a search that is killed count too."""
+    def log_usage(self) -> None:
+        """Log the seconds since the last `usage` event."""
         now = time.monotonic()
-        seconds, self._counted = now - self._counted, now
-        self.record.write("spent", seconds=round(seconds, 3), slot_seconds=round(seconds * self.slot_count, 3))
+        seconds, self._usage_counted_at = now - self._usage_counted_at, now
+        self.search_log.write("usage", seconds=round(seconds, 3), slot_seconds=round(seconds * self.slot_count, 3))
 
-    def _spend_now_and_then(self) -> None:
-        """The same while a trial trains to its rung, which may take hours."""
-        if time.monotonic() - self._counted >= SPENT_S:
-            self.spend()
+    def _log_usage_periodically(self) -> None:
+        """Log the usage while trials train, which may take hours."""
+        if time.monotonic() - self._usage_counted_at >= USAGE_INTERVAL_S:
+            self.log_usage()
 
-    def _order(self, go: Go) -> Order:
-        rows = self.ladder.full if go.rung is None else self.ladder.rungs[go.rung]
-        trial = numbered(self.history.trials, go.trial)
-        return Order(go.trial, trial.settings, go.rung, rows, trial.of)
+    def _make_assignment(self, target: TrainTo) -> Assignment:
+        rows = self.schedule.full_rows if target.rung is None else self.schedule.rungs[target.rung]
+        trial = find_trial(self.history.trials, target.trial)
+        return Assignment(target.trial, trial.settings, target.rung, rows, trial.repeat_of)
 
-    def halving(self, given: set[Go], idle: bool) -> list[Go] | None:
-        """Trials go to their next rung, the first ones first; another one is asked for where a slot is idle."""
-        asking = self.history.stopped is None
-        found = successive_halving.due(self.history, self.ladder, self._aim, asking)
-        if not (asking and idle and found is not None and given.issuperset(found)):
-            return found
-        self.note_noise()
-        new = [] if self._stop() else self._next(found)
-        if self.history.stopped is not None:
-            return successive_halving.due(self.history, self.ladder, self._aim, asking=False)
-        return [*found, *new]
+    def next_halving(self, assigned: set[TrainTo], has_idle_slot: bool) -> list[TrainTo] | None:
+        """Return the next promotions, and a new trial for an idle slot."""
+        accepts_trials = self.history.stop_reason is None
+        promotions = successive_halving.next_promotions(self.history, self.schedule, self._objective, accepts_trials)
+        if not (accepts_trials and has_idle_slot and promotions is not None and assigned.issuperset(promotions)):
+            return promotions
+        self.log_noise_scale()
+        new_trials = [] if self._stop_if_exhausted() else self._start_trial(promotions)
+        if self.history.stop_reason is not None:
+            return successive_halving.next_promotions(
+                self.history, self.schedule, self._objective, accepts_trials=False
+            )
+        return [*promotions, *new_trials]
 
-    def _next(self, waiting: list[Go]) -> list[Go]:
-        """What is begun beside the trials that are on their way; nothing where these have to be there first, and where
-        no further trial is asked for, which is written down."""
-        look = self.asker.is_look(self.history)
-        if look and waiting:
+    def _start_trial(self, pending: list[TrainTo]) -> list[TrainTo]:
+        """Return a new or repeated trial; empty if pending trials must reach their rung first, or if the search stops
+        creating trials, which is logged."""
+        is_check_point = self.policy.is_check_point(self.history)
+        if is_check_point and pending:
             return []
-        if look and (best := self.asker.repeat(self.history)) is not None:
-            return [Go(self._seeded(finals.Run(best.number, self._seed + 1), parts=1), 0)]
-        why = self.asker.enough(self.history) if look else None
-        proposal = None if why else self.asker.proposal(self.history)
+        if is_check_point and (probed_trial := self.policy.noise_probe(self.history)) is not None:
+            return [TrainTo(self._trial_for_run(finals.FinalRun(probed_trial.number, self._seed + 1), folds=1), 0)]
+        reason = self.policy.stop_reason(self.history) if is_check_point else None
+        proposal = None if reason else self.policy.propose(self.history)
         if proposal is None:
-            self.record.write("stopped", why=why or "every point of the space was tried")
+            self.search_log.write("stopped", reason=reason or "every point of the space was tried")
             return []
-        return [Go(self.ask(*proposal), 0)]
+        return [TrainTo(self.create_trial(*proposal), 0)]
 
-    def ending(self, given: set[Go], idle: bool) -> list[Go] | None:
-        """The two best and trial 0 go to their ends, and again with other seeds, until it is clear which is best."""
-        if self.history.chosen is not None:
+    def next_finals(self, assigned: set[TrainTo], has_idle_slot: bool) -> list[TrainTo] | None:
+        """Return the next final runs: the two best trials and trial 0, then with other seeds, until the winner is
+        decided."""
+        if self.history.winner is not None:
             return None
-        if not any(trial.sound for trial in self.history.own):
-            text = f"no trial of the search came to a score; {finals.failures(self.history)}"
+        if not any(trial.is_valid for trial in self.history.original_trials):
+            text = f"no trial of the search has a score; {finals.describe_failures(self.history)}"
             raise UserError(text, code="no_score")
-        budget = FINAL_RUNS * self.ladder.full if self._tune.final_rows is None else self._tune.final_rows
-        wanted = finals.next_runs(
-            self.history,
-            self.ladder.full,
-            budget,
-            holdout_scores.every(self._search, self.history, self._tune.held_back, self.parts),
-            seed=self._seed,
-            parts=self.parts,
-            aim=self._aim,
-            steered=not self._tune.held_back,
-            further=self.over() is None,
+        budget = (
+            FINAL_RUNS * self.schedule.full_rows
+            if self._tune.final_budget_rows is None
+            else self._tune.final_budget_rows
         )
-        if isinstance(wanted, finals.Verdict):
-            self.record.write("chosen", best=wanted.best, verdict=wanted.to_document())
+        final_runs = finals.next_runs(
+            self.history,
+            self.schedule.full_rows,
+            budget,
+            holdout_scores.collect_holdout_scores(self._search, self.history, self._tune.holdout_fraction, self.folds),
+            seed=self._seed,
+            folds=self.folds,
+            objective=self._objective,
+            used_steering_rows=not self._tune.holdout_fraction,
+            allow_new_round=self.exhausted_budget() is None,
+        )
+        if isinstance(final_runs, finals.SearchVerdict):
+            self.search_log.write("winner", winner=final_runs.winner, verdict=final_runs.to_document())
             return None
-        return [Go(self._seeded(one, self.parts), None) for one in wanted]
+        return [TrainTo(self._trial_for_run(run, self.folds), None) for run in final_runs]
 
-    # -------------------------------------------------------------------------------------------------------- deciding
+    # -------------------------------------------------------------------------------------------------------- decisions
 
-    def _stop(self) -> bool:
-        """Whether trials, time or money are used up; what, is written down."""
-        own, why, by = len(self.history.own), None, dict[str, Any]()
-        if own >= self.asker.planned:
-            asked = self.asker.planned == self._tune.trials
-            why = f"tune.trials={self.asker.planned}" if asked else f"the budget pays for {self.asker.planned} trials"
-        elif own > 1 and (over := self.over()):
-            why, by = over, {"budget": self._budget}
-        if why is not None:
-            self.record.write("stopped", why=why, **by)
-        return why is not None
+    def _stop_if_exhausted(self) -> bool:
+        """Return whether trials, time or money are exhausted, and log it."""
+        num_trials, reason, budget_fields = len(self.history.original_trials), None, dict[str, Any]()
+        if num_trials >= self.policy.planned_trials:
+            is_trial_limit = self.policy.planned_trials == self._tune.trials
+            reason = (
+                f"tune.trials={self.policy.planned_trials}"
+                if is_trial_limit
+                else f"the budget allows {self.policy.planned_trials} trials"
+            )
+        elif num_trials > 1 and (exhausted := self.exhausted_budget()):
+            reason, budget_fields = exhausted, {"budget": self._budget}
+        if reason is not None:
+            self.search_log.write("stopped", reason=reason, **budget_fields)
+        return reason is not None
 
-    def reopen(self) -> None:
-        """Ask for further trials again where time or money had run out, this start may take more, and the end has not
-        begun."""
-        before = self.history.budget
-        if not self.history.ending and before is not None and before != self._budget and self.over() is None:
-            self.record.write("reopened", budget=self._budget)
+    def reopen_if_affordable(self) -> None:
+        """Create trials again if time or money was exhausted, this attempt has a larger budget, and the finals have not
+        started."""
+        stop_budget = self.history.stop_budget
+        if (
+            not self.history.is_in_finals
+            and stop_budget is not None
+            and stop_budget != self._budget
+            and self.exhausted_budget() is None
+        ):
+            self.search_log.write("reopened", budget=self._budget)
 
     @property
     def _budget(self) -> dict[str, float | None]:
-        return {"minutes": self._tune.minutes, "money": self._tune.money, "price": self._tune.price}
+        return {
+            "max_minutes": self._tune.max_minutes,
+            "max_cost": self._tune.max_cost,
+            "worker_cost_per_hour": self._tune.worker_cost_per_hour,
+        }
 
-    def over(self) -> str | None:
-        """Why no further trial is begun, by time and money."""
-        tune, workers, since = self._tune, self._config.recipe.train.workers, time.monotonic() - self._counted
-        now = self.history.after({"kind": "spent", "seconds": since, "slot_seconds": since * self.slot_count})
-        if tune.minutes is not None and now.seconds > 60 * tune.minutes:
-            return f"{tune.minutes:g} minutes are over"
-        if tune.money is not None and tune.price is not None and (money := now.money(workers, tune.price)) > tune.money:
-            return f"{money:.2f} of {tune.money:g} are spent"
+    def exhausted_budget(self) -> str | None:
+        """Return which budget of time or money is exhausted, or None."""
+        tune, workers, elapsed = (
+            self._tune,
+            self._config.recipe.train.workers,
+            time.monotonic() - self._usage_counted_at,
+        )
+        projected = self.history.with_event(
+            {"kind": "usage", "seconds": elapsed, "slot_seconds": elapsed * self.slot_count}
+        )
+        if tune.max_minutes is not None and projected.seconds > 60 * tune.max_minutes:
+            return f"{tune.max_minutes:g} minutes are over"
+        if (
+            tune.max_cost is not None
+            and tune.worker_cost_per_hour is not None
+            and (billed := projected.billed_cost(workers, tune.worker_cost_per_hour)) > tune.max_cost
+        ):
+            return f"{billed:.2f} of {tune.max_cost:g} are spent"
         return None
 
-    def note_noise(self) -> None:
-        """Write down how far the space goes, and with which updates training ends soonest, once trial 0's log tells
-        that: whoever goes on with the search asks for trials of the same space."""
-        if self.history.noise is not None:
+    def log_noise_scale(self) -> None:
+        """Log the maximum useful and the fastest batch size, once trial 0's log has them, so that a resumed search has
+        the same space."""
+        if self.history.max_useful_batch_size is not None:
             return
-        recipe = self._task.of({}).recipe
-        weights = frequency_model.weights(builder.resolve(recipe.model.name, self._task.tokens_root))
-        if (told := frequency_model.prior(self._search.trial(0).events(), recipe, weights)) is not None:
-            self.record.write("noise", rows=told.most_rows, chosen=told.rows)
+        recipe = self._task.config_for({}).recipe
+        weights = frequency_model.model_weight_bytes(builder.resolve_folder(recipe.model.name, self._task.tokens_root))
+        if (
+            batch_size_prior := frequency_model.batch_size_prior(self._search.trial(0).events(), recipe, weights)
+        ) is not None:
+            self.search_log.write(
+                "noise",
+                max_useful_batch_size=batch_size_prior.max_batch_size,
+                fastest_batch_size=batch_size_prior.best_batch_size,
+            )
 
-    def ask(self, settings: Mapping[str, Any], by: str, **more: Any) -> int:
+    def create_trial(self, settings: Mapping[str, Any], proposed_by: str, **fields: Any) -> int:
         number = len(self.history.trials)
         if self._costs is not None:
-            more["cost"] = self._cost(self._costs, settings)
-        self.record.write("asked", trial=number, settings=dict(settings), by=by, **more)
+            fields["cost"] = self._measure_cost(self._costs, settings)
+        self.search_log.write("created", trial=number, settings=dict(settings), proposed_by=proposed_by, **fields)
         return number
 
-    def measure(self) -> None:
-        """Measure what students of the space cost before the slots start: beside a training a model takes longer than
-        trial 0's has, and is known by that for ever."""
+    def measure_costs(self) -> None:
+        """Measure the costs of students before the slots start: concurrent training would slow the measurement, which
+        is stored."""
         if self._costs is not None:
-            for size in space.sizes(self._config):
-                self._cost(self._costs, size)
+            for size in space.list_student_sizes(self._config):
+                self._measure_cost(self._costs, size)
 
-    def _cost(self, known: student_costs.Costs, settings: Mapping[str, Any]) -> float:
-        started = self._task.of(settings).recipe.model.name
-        return known.of(builder.resolve(started, self._task.tokens_root))
+    def _measure_cost(self, cost_table: student_costs.StudentCosts, settings: Mapping[str, Any]) -> float:
+        model_name = self._task.config_for(settings).recipe.model.name
+        return cost_table.get(builder.resolve_folder(model_name, self._task.tokens_root))
 
-    def _seeded(self, one: finals.Run, parts: int) -> int:
-        """The number of the trial that repeats another one with a seed; a new one where there is none yet. `parts` of
-        the rows validate, another one for each seed."""
-        if one.seed is None:
-            return one.of
-        base = numbered(self.history.trials, one.of)
-        settings = {**base.settings, **finals.overrides(one, seed=self._seed, parts=parts)}
-        known = (trial for trial in self.history.trials if trial.of == one.of and trial.settings == settings)
-        if (found := next(known, None)) is not None:
-            return found.number
-        return self.ask(settings, SEED, of=one.of, seed=one.seed)
+    def _trial_for_run(self, final_run: finals.FinalRun, folds: int) -> int:
+        """Return the number of the trial of a final run; it is created if it does not exist. With `folds` > 1 each seed
+        has another validation fold."""
+        if final_run.seed is None:
+            return final_run.trial
+        repeated_trial = find_trial(self.history.trials, final_run.trial)
+        settings = {**repeated_trial.settings, **finals.run_overrides(final_run, seed=self._seed, folds=folds)}
+        matching_trials = (
+            trial for trial in self.history.trials if trial.repeat_of == final_run.trial and trial.settings == settings
+        )
+        if (existing := next(matching_trials, None)) is not None:
+            return existing.number
+        return self.create_trial(settings, SEED_REPEAT, repeat_of=final_run.trial, seed=final_run.seed)
 
-    # --------------------------------------------------------------------------------------------------------- the end
+    # --------------------------------------------------------------------------------------------------------- results
 
-    def _leave(self) -> None:
-        """Write down what others read: the winner's settings, its report, and the search's page."""
-        history, best = self.history, self.history.chosen
-        assert best is not None
-        winner = self._search.trial(best)
-        config = configuration.load(str(winner.config))
-        text = configuration.to_yaml(replayed_config(config, self._config))
-        atomic_write.write_text(self._search.best, text)
+    def _write_results(self) -> None:
+        """Write the winner's settings, the gate's verdict, the reports and the search's page."""
+        history, winner_number = self.history, self.history.winner
+        assert winner_number is not None
+        winner = self._search.trial(winner_number)
+        config = configuration.load_config(str(winner.config))
+        text = configuration.to_yaml(make_replay_config(config, self._config))
+        atomic_write.write_text(self._search.best_config, text)
         if self._search.winner is None:
-            self._search.append("searched", best=best, trials=len(history.trials))
-        say = self.record.say
+            self._search.append_event("searched", winner=winner_number, trials=len(history.trials))
+        notify = self.search_log.notify
         teacher = self._task.teacher
-        controller.add(self._search, "gate", lambda run: gate_winner.run(run, best, self._config, say, teacher), say)
+        controller.run_optional_step(
+            self._search,
+            "gate",
+            lambda run: gate_winner.gate_winner(run, winner_number, self._config, notify, teacher),
+            notify,
+        )
         if not winner.report.is_file():
-            controller.report(winner, lambda event: say({**event, "trial": best}))
-        controller.add(self._search, "page", page.write, say)
-        controller.copy_out(winner, config.deploy.cluster)  # the storage may have been away when it was finished
-        self.record.finish_copy()
+            controller.write_report(winner, lambda event: notify({**event, "trial": winner_number}))
+        controller.run_optional_step(self._search, "page", page.write_search_page, notify)
+        controller.complete_remote_copy(
+            winner, config.deploy.cluster
+        )  # the storage may have been unreachable when it finished
+        self.search_log.complete_copy()
 
-    def _export(self) -> None:
-        """Write down what Optuna's own tools read, where it is installed."""
-        if sampler.installed():
-            history, say = self.history, self.record.say
-            controller.add(
-                self._search, "study", lambda run: optuna_export.export(run.folder, self._config, history), say
+    def _export_study(self) -> None:
+        """Export an Optuna study, if Optuna is installed."""
+        if sampler.is_installed():
+            history, notify = self.history, self.search_log.notify
+            controller.run_optional_step(
+                self._search, "study", lambda run: optuna_export.export_study(run.folder, self._config, history), notify
             )
 
 
-def replayed_config(config: Config, search: Config) -> Config:
-    """A trial's configuration for another run: what belongs to the search's place, or served the search, is the
-    search's."""
-    own = {"cluster.storage": search.deploy.cluster.storage, LOG_EVERY: search.recipe.train.log_every}
-    return replace(configuration.with_overrides(config, own), named=config.named)
+def make_replay_config(config: Config, search: Config) -> Config:
+    """Return a trial's configuration for another run, with the search's storage and logging."""
+    search_settings = {
+        "cluster.storage": search.deploy.cluster.storage,
+        LOG_EVERY_SETTING: search.recipe.train.log_every,
+    }
+    return replace(configuration.with_overrides(config, search_settings), explicit_settings=config.explicit_settings)

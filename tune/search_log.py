@@ -1,4 +1,4 @@
-"""What one start of a search writes down while its slots work: the journal, the log, and what the user is told."""
+"""The journal, the log and the user's events of an attempt of a search."""
 
 import uuid
 from collections import Counter
@@ -6,126 +6,134 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rtrain.checkpoint.remote_copy import Replica, Unreachable
-from rtrain.config import Cluster
+from rtrain.checkpoint.remote_copy import RemoteCopy, StorageUnreachableError
+from rtrain.config import ClusterConfig
 from rtrain.core import events
-from rtrain.core.errors import TryAgain
+from rtrain.core.errors import TemporaryFailureError
 from rtrain.core.run_folder import Run
 from rtrain.runs import controller
 from tune.history import History, Journal
-from tune.trainable import AGAIN, Order, Outcome, seconds_of
-from tune.trial_pool import LOSSES, Slots
+from tune.trainable import RETRY, Assignment, Outcome, training_seconds
+from tune.trial_pool import MAX_LOSSES, SlotPool
 
 
-class Copy:
-    """The copy of a search at `cluster.storage`: settings, log and journal. One whose folder is lost goes on from it.
+class RemoteSearchCopy:
+    """The remote copy of a search at `cluster.storage`: settings, log and journal, from which a lost folder is
+    restored.
 
-    Written by the start that holds the search's lock. One that is still alive on another machine, whose folder was
-    lost to this one, is refused (`replica.Lost`).
+    The attempt that holds the search's lock writes it. An older attempt on another machine is refused
+    (`remote_copy.RunTakenOverError`).
+
     """
 
     def __init__(self, search: Run, storage: str):
         self._search, self._storage = search, storage
-        self._replica: Replica | None = None
+        self._remote_copy: RemoteCopy | None = None
 
-    def write(self) -> None:
-        """Bring the copy to where the folder is. Raises `Unreachable`; the next call does it all then."""
-        if self._replica is None:
-            self._search.append("claimed", token=uuid.uuid4().hex)
-            owners = tuple(event["token"] for event in self._search.events("claimed"))
-            self._replica = Replica(self._storage, self._search.name, owners)
-            self._replica.refuse_other(self._search.folder)
-            self._replica.claim()
-        self._replica.push(self._search.folder, [])
+    def push(self) -> None:
+        """Update the copy. After `StorageUnreachableError` the next call copies all changes."""
+        if self._remote_copy is None:
+            self._search.append_event("storage_claimed", token=uuid.uuid4().hex)
+            owner_tokens = tuple(event["token"] for event in self._search.events("storage_claimed"))
+            self._remote_copy = RemoteCopy(self._storage, self._search.name, owner_tokens)
+            self._remote_copy.refuse_other_run(self._search.folder)
+            self._remote_copy.claim_ownership()
+        self._remote_copy.push(self._search.folder, [])
 
 
-class Record:
-    """The journal and the log of a search, and its user."""
+class SearchLog:
+    """Writes the journal and the log of a search, and notifies the user."""
 
-    def __init__(self, search: Run, on_event: controller.OnEvent | None, cluster: Cluster | None = None):
-        """With a `cluster` that has a storage, what is written down is copied there."""
+    def __init__(self, search: Run, on_event: controller.OnEvent | None, cluster: ClusterConfig | None = None):
+        """The journal is copied to the storage of `cluster`, if there is one."""
         self._search, self._journal, self._on_event = search, Journal(search.trials), on_event
-        self._copy = Copy(search, cluster.storage) if cluster and cluster.storage else None
-        self._is_away = False
-        """Whether the storage did not answer the last time."""
-        self._follow: events.Follow | None = None
-        self._lost: Counter[int] = Counter()
+        self._remote_copy = RemoteSearchCopy(search, cluster.storage) if cluster and cluster.storage else None
+        self._is_storage_unreachable = False
+        """Whether the last copy failed."""
+        self._followers: events.EventFollower | None = None
+        self._lost_counts: Counter[int] = Counter()
 
     @property
     def history(self) -> History:
         return self._journal.history
 
-    def say(self, event: dict[str, Any]) -> None:
-        """Tell the user an event."""
+    def notify(self, event: dict[str, Any]) -> None:
+        """Send an event to the user."""
         if self._on_event is not None:
             self._on_event(event)
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Add an event to the journal, and tell the user. A trial is asked for in the copy before it begins: its own
-        copy would be in the way of another trial of its number."""
+        """Append an event to the journal and notify the user. A new trial is in the remote journal before it starts:
+        otherwise its remote copy would block another trial with its number."""
         self._journal.append(kind, **fields)
-        if kind != "spent":
-            self._copy_out()
-        if kind == "asked" and self._follow is not None:
-            self._follow.add(self._search.trial(fields["trial"]).folder, {"trial": fields["trial"]})
-        self.say({"kind": "search", "what": kind, **fields})
+        if kind != "usage":
+            self._push_copy()
+        if kind == "created" and self._followers is not None:
+            self._followers.add(self._search.trial(fields["trial"]).folder, {"trial": fields["trial"]})
+        self.notify({"kind": "search", "what": kind, **fields})
 
-    def _copy_out(self) -> None:
-        """Copy what is new. A storage that does not answer is told of once; what it lacks goes with the next event."""
-        if self._copy is None:
+    def _push_copy(self) -> None:
+        """Copy new events. An unreachable storage is reported once; the next event copies the rest."""
+        if self._remote_copy is None:
             return
         try:
-            self._copy.write()
-            self._is_away = False
-        except Unreachable as error:
-            if not self._is_away:
-                self._search.append("uncopied", error=str(error))
-                self.say({"kind": "uncopied", "error": str(error)})
-            self._is_away = True
+            self._remote_copy.push()
+            self._is_storage_unreachable = False
+        except StorageUnreachableError as error:
+            if not self._is_storage_unreachable:
+                self._search.append_event("remote_copy_incomplete", error=str(error))
+                self.notify({"kind": "remote_copy_incomplete", "error": str(error)})
+            self._is_storage_unreachable = True
 
-    def finish_copy(self) -> None:
-        """Make the copy of a search that has ended whole. Raises `TryAgain` where the storage does not answer."""
+    def complete_copy(self) -> None:
+        """Complete the remote copy of an ended search. Raises `TemporaryFailureError` if the storage is unreachable."""
         try:
-            if self._copy is not None:
-                self._copy.write()
-        except Unreachable as error:
-            way_on = "the same command with --resume copies the rest"
-            text = f"{self._search} has ended, and its copy is not whole ({error}); {way_on}"
-            raise TryAgain(text, code="unreachable") from error
+            if self._remote_copy is not None:
+                self._remote_copy.push()
+        except StorageUnreachableError as error:
+            hint = "the same command with --resume copies the rest"
+            message = f"{self._search} has ended, and its remote copy is incomplete ({error}); {hint}"
+            raise TemporaryFailureError(message, code="unreachable") from error
 
     @contextmanager
-    def following(self) -> Iterator[None]:
-        """In the block the user is told what the trials log, those too that are still to be asked for."""
-        trials = [(self._search.trial(trial.number).folder, {"trial": trial.number}) for trial in self.history.trials]
-        with events.Follow(trials, self._on_event) as self._follow:
+    def follow_trials(self) -> Iterator[None]:
+        """In the block, the user gets the log events of all trials, including new ones."""
+        followed_runs = [
+            (self._search.trial(trial.number).folder, {"trial": trial.number}) for trial in self.history.trials
+        ]
+        with events.EventFollower(followed_runs, self._on_event) as self._followers:
             yield
 
-    def give(self, slots: Slots, slot: int, order: Order) -> None:
-        """Give an order to an idle slot."""
-        self._search.append("ordered", trial=order.trial, rung=order.rung, slot=slot)
-        slots.give(slot, order)
+    def dispatch(self, slot_pool: SlotPool, slot: int, assignment: Assignment) -> None:
+        """Assign work to an idle slot."""
+        self._search.append_event("assigned", trial=assignment.trial, rung=assignment.rung, slot=slot)
+        slot_pool.assign(slot, assignment)
 
-    def hear(self, slots: Slots, look: Callable[[], None] = lambda: None) -> None:
-        """Wait for a slot's next answer, with a `look` about every second, and write down what it tells. An order that
-        was lost is due again, unless it was lost too often: then its trial has failed. Raises `TryAgain` where
-        something is wrong with the machine."""
-        order, outcomes = slots.wait(look)
-        if order is None:
-            self._search.append("slot_up")
+    def receive(self, slot_pool: SlotPool, on_poll: Callable[[], None] = lambda: None) -> None:
+        """Wait for the next report of a slot and log its outcomes; `on_poll` is called about every second.
+
+        A lost assignment is repeated; after too many losses its trial fails. Raises `TemporaryFailureError` after a
+        failure of the machine.
+        """
+        assignment, outcomes = slot_pool.wait(on_poll)
+        if assignment is None:
+            self._search.append_event("slot_started")
         elif outcomes is None:
-            self._search.append("lost", trial=order.trial, rung=order.rung)
-            self._lost[order.trial] += 1
-            if self._lost[order.trial] > LOSSES:
-                error = f"the process that ran it died {LOSSES + 1} times"
-                run = self._search.trial(order.trial)
-                self.write("failed", trial=order.trial, error=error, seconds=seconds_of(run))
+            self._search.append_event("assignment_lost", trial=assignment.trial, rung=assignment.rung)
+            self._lost_counts[assignment.trial] += 1
+            if self._lost_counts[assignment.trial] > MAX_LOSSES:
+                error = f"its process died {MAX_LOSSES + 1} times"
+                run = self._search.trial(assignment.trial)
+                self.write("failed", trial=assignment.trial, error=error, seconds=training_seconds(run))
         else:
             for outcome in outcomes:
-                self._heard(order, outcome)
+                self._log_outcome(assignment, outcome)
 
-    def _heard(self, order: Order, outcome: Outcome) -> None:
-        if outcome["kind"] == AGAIN:
-            way_on = "the same command with --resume goes on"
-            raise TryAgain(f"trial {order.trial} could not go on: {outcome['error']}; {way_on}", code="machine_failed")
+    def _log_outcome(self, assignment: Assignment, outcome: Outcome) -> None:
+        if outcome["kind"] == RETRY:
+            hint = "continue with the same command and --resume"
+            raise TemporaryFailureError(
+                f"trial {assignment.trial} was interrupted: {outcome['error']}; {hint}", code="machine_failed"
+            )
         fields = {name: value for name, value in outcome.items() if name != "kind"}
-        self.write(outcome["kind"], trial=order.trial, **fields)
+        self.write(outcome["kind"], trial=assignment.trial, **fields)

@@ -1,5 +1,6 @@
-"""What a search asks for next, by its configuration and its history alone. No Ray, and no state: a search that was
-killed knows, once it has read its journal, just what it knew.
+"""Decides the next trial of a search from its configuration and history. No Ray, and no state: a resumed search decides
+the same from its journal.
+
 """
 
 from collections.abc import Mapping
@@ -10,114 +11,136 @@ from typing import Any
 from rtrain.config import Config
 from tune import sampler, space
 from tune.history import History, Trial
-from tune.objective import Aim, at, spread_at_first_rung
-from tune.points import Dimension, equal
-from tune.successive_halving import Ladder, sizes
+from tune.objective import Objective, first_rung_seed_std, rung_result
+from tune.points import Dimension, same_point
+from tune.successive_halving import RungSchedule, exact_trial_counts
 
-PRIOR = "prior"
-"""What asks for the trial whose updates are those that trial 0 asks for."""
+BATCH_SIZE_PRIOR = "prior"
+"""Proposer of the trial with the fastest batch size of trial 0."""
 
 
 @dataclass(frozen=True)
-class Asker:
-    """A search as far as its questions go."""
+class SearchPolicy:
+    """Decides the next trial from config and history."""
 
     config: Config
-    planned: int
-    """How many trials the budget pays for."""
+    planned_trials: int
+    """Number of trials within the budget."""
 
     @classmethod
-    def of(cls, config: Config, ladder: Ladder) -> "Asker":
+    def from_config(cls, config: Config, schedule: RungSchedule) -> "SearchPolicy":
         tune = config.deploy.tune
-        budget = tune.rows or round(tune.full_runs * ladder.full)
-        most = tune.trials or ladder.affordable(budget)
-        # A trial is repeated at each look.
-        looks = len(cls(config, min(most, ladder.affordable(budget))).looks)
-        return cls(config, min(most, ladder.affordable(budget - looks * ladder.rungs[0])))
+        budget = tune.budget_rows or round(tune.budget_full_runs * schedule.full_rows)
+        max_trials = tune.trials or schedule.max_trials(budget)
+        # A trial is repeated at each check point.
+        num_check_points = len(cls(config, min(max_trials, schedule.max_trials(budget))).check_points)
+        return cls(config, min(max_trials, schedule.max_trials(budget - num_check_points * schedule.rungs[0])))
 
     @property
-    def looks(self) -> tuple[int, ...]:
-        """The numbers of trials at which it is asked whether another one is worth its cost. After fewer, what is
-        expected is a guess; after others, what was spent on trials would be lost on further rungs (`halving.sizes`)."""
+    def check_points(self) -> tuple[int, ...]:
+        """Numbers of trials at which the search checks whether another trial is worth its cost. Fewer trials give no
+        estimate; other numbers need a further rung (`successive_halving.exact_trial_counts`)."""
         tune = self.config.deploy.tune
         if tune.objective != "score" or tune.sampler in ("random", "grid"):
             return ()
-        return tuple(one for one in sizes(self.planned) if one >= sampler.GAIN_VALUES)
+        return tuple(count for count in exact_trial_counts(self.planned_trials) if count >= sampler.MIN_GAIN_VALUES)
 
-    def is_look(self, history: History) -> bool:
-        """Not before all points of the user's own were tried: what is expected of others says nothing of them."""
-        own = history.own
-        return len(own) > len(self.config.deploy.tune.points) and sum(trial.sound for trial in own) in self.looks
+    def is_check_point(self, history: History) -> bool:
+        """Return whether to check now. All points of the user must be tried before: the expected gain does not apply to
+        them."""
+        trials = history.original_trials
+        return (
+            len(trials) > len(self.config.deploy.tune.points_to_evaluate)
+            and sum(trial.is_valid for trial in trials) in self.check_points
+        )
 
-    def repeat(self, history: History) -> Trial | None:
-        """The trial that is to be trained to the first rung with another seed too, before its score is compared with
-        what another trial is expected to come to: the best so far, since the gain is over it, and what barely learns
-        hardly differs from seed to seed. None where it was repeated already.
+    def noise_probe(self, history: History) -> Trial | None:
+        """Return the trial to repeat at the first rung with another seed, before the expected gain is compared with the
+        seed noise; None if it was repeated already.
+
+        It is the best trial: the gain is relative to it, and trials that barely learn have little seed noise.
+
 
         A seed more costs one first rung, and hardly that: it is the next seed of the search's end, which takes it up
         where it was left, if the trial comes so far.
         """
-        best = Aim.of(self.config.deploy.tune).ranked([trial for trial in history.own if trial.sound], 0)[0]
-        return None if any(trial.of == best.number for trial in history.trials) else best
+        best_trial = Objective.from_settings(self.config.deploy.tune).rank(
+            [trial for trial in history.original_trials if trial.is_valid], 0
+        )[0]
+        return None if any(trial.repeat_of == best_trial.number for trial in history.trials) else best_trial
 
-    def enough(self, history: History) -> str | None:
-        """Why another trial is not worth its cost: it is expected to gain less at the first rung than chance makes
-        trials differ there. None where it is, and where either is not known."""
-        chance = spread_at_first_rung(history)
-        gain = None if chance is None else self.gain(history)
-        if chance is None or gain is None or gain >= chance:
+    def stop_reason(self, history: History) -> str | None:
+        """Return why another trial is not worth its cost: its expected gain at the first rung is below the seed noise.
+        None if it is worth it, or if either is unknown."""
+        seed_std = first_rung_seed_std(history)
+        gain = None if seed_std is None else self.expected_gain(history)
+        if seed_std is None or gain is None or gain >= seed_std:
             return None
-        return f"another trial is expected to gain {gain:.2g}, and chance alone makes {chance:.2g}"
+        return f"the expected gain of another trial is {gain:.2g}, below the noise of seeds, {seed_std:.2g}"
 
     @cached_property
     def _space(self) -> tuple[Dimension, ...]:
-        return space.dimensions(self.config)
+        return space.build_dimensions(self.config)
 
     def dimensions(self, history: History) -> tuple[Dimension, ...]:
-        """The space, without updates of many more rows than the noise of trial 0's gradients asks for, or that take
-        longer than they gain."""
-        return self._space if history.noise is None else space.under(self.config, self._space, history.noise)
+        """Return the space without batch sizes far above the noise scale of trial 0's gradients, or that take longer
+        than they gain."""
+        return (
+            self._space
+            if history.max_useful_batch_size is None
+            else space.prune_by_noise(self.config, self._space, history.max_useful_batch_size)
+        )
 
-    def told(self, history: History) -> list[sampler.Told]:
-        """What the sampler is told: where each trial stands in the space, and what it came to at the first rung, where
-        all have been trained on as many rows."""
-        found, dimensions, aim = [], self.dimensions(history), Aim.of(self.config.deploy.tune)
-        for trial in history.own:
-            point, first = space.coordinates(self.config, dimensions, trial.settings), at(trial, 0)
-            value = aim.value(trial, first) if first is not None and trial.sound else None
-            found.append(sampler.Told(point, value, pending=first is None and trial.sound))
-        return found
-
-    def proposal(self, history: History) -> tuple[dict[str, Any], str] | None:
-        """(settings of the next trial, what proposes them); None where every point of the space was tried."""
-        number, tune = len(history.own), self.config.deploy.tune
-        if 0 < number <= len(tune.points):
-            return space.overrides(self.config, tune.points[number - 1]), "points"
-        found = sampler.propose(
+    def observations(self, history: History) -> list[sampler.Observation]:
+        """Return the sampler's observations: each trial's point, and its value at the first rung, where all trials have
+        equally many rows."""
+        collected, dimensions, objective = (
+            [],
             self.dimensions(history),
-            self.told(history),
+            Objective.from_settings(self.config.deploy.tune),
+        )
+        for trial in history.original_trials:
+            point, first_result = space.locate_point(self.config, dimensions, trial.settings), rung_result(trial, 0)
+            value = (
+                objective.sampler_value(trial, first_result) if first_result is not None and trial.is_valid else None
+            )
+            collected.append(sampler.Observation(point, value, is_pending=first_result is None and trial.is_valid))
+        return collected
+
+    def propose(self, history: History) -> tuple[dict[str, Any], str] | None:
+        """Return (settings of the next trial, proposer); None if every point of the space was tried."""
+        number, tune = len(history.original_trials), self.config.deploy.tune
+        if 0 < number <= len(tune.points_to_evaluate):
+            return space.trial_overrides(self.config, tune.points_to_evaluate[number - 1]), "points"
+        proposed = sampler.propose(
+            self.dimensions(history),
+            self.observations(history),
             number=number,
             seed=self.config.recipe.train.seed,
             sampler=tune.sampler,
-            planned=self.planned,
+            planned_trials=self.planned_trials,
         )
-        if found is None:
+        if proposed is None:
             return None
-        point, by = found
-        likely = self._likely(history, point) if by == "spread" else None
-        return space.overrides(self.config, likely or point), PRIOR if likely else by
+        point, proposer = proposed
+        fast_point = self._with_fastest_batch_size(history, point) if proposer == "spread" else None
+        return space.trial_overrides(self.config, fast_point or point), BATCH_SIZE_PRIOR if fast_point else proposer
 
-    def _likely(self, history: History, point: Mapping[str, Any]) -> dict[str, Any] | None:
-        """The first point that is spread over the space, with the updates by which training ends soonest (what trial 0
-        tells of them: `choose_k.prior`). None where these are not known, not searched, or were tried with that point's
-        other settings."""
-        if history.rows is None or any(trial.by == PRIOR for trial in history.own):
+    def _with_fastest_batch_size(self, history: History, point: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the first quasi-random point with the fastest batch size (`frequency_model.batch_size_prior` of trial
+        0). None if it is unknown, not searched, or was tried with the point's other settings."""
+        if history.fastest_batch_size is None or any(
+            trial.proposed_by == BATCH_SIZE_PRIOR for trial in history.original_trials
+        ):
             return None
-        likely = space.with_rows(self.config, self.dimensions(history), point, history.rows)
-        tried = (one.point for one in self.told(history) if one.point)
-        return None if likely is None or any(equal(one, likely) for one in tried) else likely
+        fast_point = space.with_batch_size(self.config, self.dimensions(history), point, history.fastest_batch_size)
+        tried_points = (observation.point for observation in self.observations(history) if observation.point)
+        return (
+            None if fast_point is None or any(same_point(point, fast_point) for point in tried_points) else fast_point
+        )
 
-    def gain(self, history: History) -> float | None:
-        """By how much one more trial is expected to be above the best one at the first rung; None where that is not
-        known."""
-        return sampler.expected_gain(self.dimensions(history), self.told(history), self.config.recipe.train.seed)
+    def expected_gain(self, history: History) -> float | None:
+        """Return the expected improvement of another trial over the best one at the first rung; None if unknown."""
+        return sampler.expected_gain(
+            self.dimensions(history), self.observations(history), self.config.recipe.train.seed
+        )

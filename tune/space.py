@@ -1,4 +1,5 @@
-"""What a search tries: the settings of `tune.space`, checked, and what a trial makes of a point of them. Pure."""
+"""The search space: dimensions of `tune.space`, and the settings of a trial at a point. Pure functions.
+`rtrain.config.deploy.DEFAULT_SPACE` is the default."""
 
 import itertools
 import json
@@ -9,358 +10,424 @@ from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 from rtrain import config as configuration
-from rtrain.config import SPEED, Config, Range, Recipe
+from rtrain.config import SPEED_SETTINGS, Config, Range, Recipe
 from rtrain.core.errors import ConfigError, Problem
 from rtrain.models import builder
 from rtrain.tasks import base
 from rtrain.trainer import losses
 from tune.points import (
     Dimension as Dimension,
-    grid as grid,
     is_number,
     random_point as random_point,
     same_value,
-    spread as spread,
 )
 
-FREQUENCY, ROWS = "train.aggregation_frequency", "train.rows_per_update"
-"""Two ways to say how many rows an update has; a configuration with both is an error."""
-RATE, STUDENT_RATE = "optim.lr", "distill.lr"
-LAYERS = "distill.layers"
-SIZES = (LAYERS, "distill.teacher_layers", "distill.width")
-"""Settings of which a student starts from another model."""
-SCALING, RATE_ROWS, BETA2 = "optim.lr_scaling", "optim.lr_rows", "optim.beta2_scaling"
-CUT = ("max_tokens", "window", "stride", "max_windows", "pooling")
-"""Settings of `data` that say how much of each row is read: they leave the rows as they are."""
-STUDENT: Mapping[str, str | None] = {
+FREQUENCY_SETTING, BATCH_SIZE_SETTING = "train.aggregation_frequency", "train.global_batch_size"
+"""Two ways to set the batch size; a configuration with both is an error."""
+LR_SETTING, STUDENT_LR_SETTING = "optim.lr", "distill.lr"
+LAYERS_SETTING = "distill.layers"
+STUDENT_SIZE_SETTINGS = (LAYERS_SETTING, "distill.teacher_layers", "distill.width")
+"""Settings that change the initial model of a student."""
+LR_SCALING_SETTING, LR_REFERENCE_SETTING, BETA2_SCALING_SETTING = (
+    "optim.lr_scaling",
+    "optim.lr_reference_batch_size",
+    "optim.beta2_scaling",
+)
+TRUNCATION_SETTINGS = ("max_tokens", "window", "stride", "max_windows", "pooling")
+"""`data` settings of truncation: they do not change which rows there are."""
+DISTILL_REFUSALS: Mapping[str, str | None] = {
     **dict.fromkeys(
-        ("layers", "teacher_layers", "width", "lr", "temperature", "alpha", "relations", "relation_layer", "hidden")
+        (
+            "layers",
+            "teacher_layers",
+            "width",
+            "lr",
+            "temperature",
+            "alpha",
+            "relation_loss_weight",
+            "relation_layer",
+            "hidden_loss_weight",
+        )
     ),
-    "epochs": "trials are compared after as many rows as each other, of one budget",
-    **dict.fromkeys(("unlabelled", "confidence"), "trials are compared on the same rows, and it changes these"),
+    "epochs": "trials are compared after equally many rows",
+    **dict.fromkeys(("unlabeled_rows_path", "confidence"), "trials are compared on the same rows, which it changes"),
 }
-"""Why a search over students does not change a setting of `distill`; None: it may."""
-FROM_TEACHER = {RATE: f"a student's is {STUDENT_RATE}", "model.pooling": "a student's is its teacher's"}
-"""What a search over students does not change elsewhere, and why."""
-COMBINATIONS = 512
-"""Most combinations of settings that are checked before a search; each takes a fraction of a millisecond."""
+"""Why a search over students cannot change a `distill` setting; None: it can."""
+TEACHER_REFUSALS = {LR_SETTING: f"a student's is {STUDENT_LR_SETTING}", "model.pooling": "a student's is its teacher's"}
+"""Why a search over students cannot change these settings."""
+MAX_COMBINATIONS = 512
+"""Maximum combinations of values that are checked before a search; each takes a fraction of a millisecond."""
 
 
-# ------------------------------------------------------------------------------------------------ what may be searched
+# ------------------------------------------------------------------------------------------------------------- space
 
 
-def dimensions(config: Config) -> tuple[Dimension, ...]:
-    """The dimensions of `tune.space`. Raises one `ConfigError` with all that is wrong with them and with `tune.points`:
-    a setting that no trial may change, and a value, or a combination of values, that the configuration refuses."""
-    found, problems = [], []
-    for name, searched in config.deploy.tune.space.items():
-        wrong = refusals(config, name) or _flaw(config, name, searched)
-        if not wrong:
-            given = _range(name, searched) if isinstance(searched, Range) else Dimension(name, choices=searched)
-            one, wrong = _resolved(config, given)
-            found.append(one)
-        problems += [replace(problem, field=f"tune.space.{name}") for problem in wrong]
-    if {FREQUENCY, ROWS} <= config.deploy.tune.space.keys():
+def build_dimensions(config: Config) -> tuple[Dimension, ...]:
+    """Build the dimensions of `tune.space`.
+
+    Raises one `ConfigError` with all problems of the space and of `tune.points_to_evaluate`: settings that a trial
+    cannot change, invalid values, and invalid combinations.
+    """
+    built, problems = [], []
+    for name, values in config.deploy.tune.space.items():
+        name_problems = searchable_problems(config, name) or _range_problems(config, name, values)
+        if not name_problems:
+            unresolved = (
+                _range_dimension(name, values) if isinstance(values, Range) else Dimension(name, choices=values)
+            )
+            dimension, name_problems = _resolve_dimension(config, unresolved)
+            built.append(dimension)
+        problems += [replace(problem, field=f"tune.space.{name}") for problem in name_problems]
+    if {FREQUENCY_SETTING, BATCH_SIZE_SETTING} <= config.deploy.tune.space.keys():
         problems.append(
             Problem(
-                *("tune.space", FREQUENCY, f"{ROWS} says the rows of an update too", "search one of them"),
+                *(
+                    "tune.space",
+                    FREQUENCY_SETTING,
+                    f"{BATCH_SIZE_SETTING} sets the batch size too",
+                    "search one of them",
+                ),
                 code="conflicting_settings",
             )
         )
-    for place, point in enumerate(config.deploy.tune.points):
-        named = f"tune.points.{place}"
-        wrong = [replace(problem, field=f"{named}.{name}") for name in point for problem in refusals(config, name)]
-        problems += wrong or [replace(problem, field=named) for problem in _tried(config, point)]
+    for index, point in enumerate(config.deploy.tune.points_to_evaluate):
+        field = f"tune.points_to_evaluate.{index}"
+        name_problems = [
+            replace(problem, field=f"{field}.{name}") for name in point for problem in searchable_problems(config, name)
+        ]
+        problems += name_problems or [replace(problem, field=field) for problem in _validate_point(config, point)]
     if not problems:
-        problems += _apart(config, found)
+        problems += _first_conflict(config, built)
     if problems:
         raise ConfigError(problems)
-    return tuple(found)
+    return tuple(built)
 
 
-def refusals(config: Config, name: str) -> list[Problem]:
-    """Why no trial may change a setting."""
-    if unknown := configuration.put({}, name, None):
-        return [unknown]
+def searchable_problems(config: Config, name: str) -> list[Problem]:
+    """Return why a trial cannot change a setting; empty if it can."""
+    if unknown_setting := configuration.set_setting({}, name, None):
+        return [unknown_setting]
     section, _, leaf = name.rpartition(".")
     reason = None
     if section in configuration.DEPLOY_FIELDS:
-        reason = "it says where and how the search runs, not what a trial is"
-    elif config.recipe.distill.teacher is not None and (section == "distill" or name in FROM_TEACHER):
-        reason = FROM_TEACHER.get(name) or STUDENT.get(leaf, "a search compares students of one teacher")
+        reason = "it sets where and how the search runs, not the trials"
+    elif config.recipe.distill.teacher is not None and (section == "distill" or name in TEACHER_REFUSALS):
+        reason = TEACHER_REFUSALS.get(name) or DISTILL_REFUSALS.get(leaf, "a search compares students of one teacher")
     elif section in ("distill", "quantize", "gate", ""):
-        reason = "it is no setting of a trial's training"
+        reason = "it is not a setting of a trial's training"
     elif name == "train.seed":
-        reason = "a seed is no better than another; the end of the search tries other seeds itself"
+        reason = "seeds are not searched; the finals repeat trials with other seeds"
     elif name == "train.epochs":
-        reason = "trials are compared after as many rows as each other, of one budget"
-    elif section == "augment" or (section == "data" and leaf not in CUT):
-        reason = "trials are compared on the same rows, and it changes these"
-    elif section == "data" and base.get(config.recipe.task).packs:
-        reason = f"a row of {config.recipe.task} is a block of so many tokens, and trials are compared on the same rows"
+        reason = "trials are compared after equally many rows"
+    elif section == "augment" or (section == "data" and leaf not in TRUNCATION_SETTINGS):
+        reason = "trials are compared on the same rows, which it changes"
+    elif section == "data" and base.get_task(config.recipe.task).packs_text:
+        reason = (
+            f"a row of {config.recipe.task} is a block of this many tokens, and trials are compared on the same rows"
+        )
     elif section == "compress":
-        reason = "it makes a smaller model of the winner; a search compares settings of one model"
-    elif name == RATE_ROWS and not _scales(config):
-        reason = "the search itself says for how many rows learning rates are meant (tune.lr_scaling)"
+        reason = "it compresses the winner; a search compares settings of one model"
+    elif name == LR_REFERENCE_SETTING and not _scales_lr(config):
+        reason = "the search sets the reference batch size (tune.lr_scaling)"
     elif name == "train.evaluate_every":
-        reason = "trials are evaluated after as many rows as each other"
+        reason = "all trials are evaluated after equally many rows"
     elif name == "model.name":
         reason = "a search compares settings of one model"
-    elif section == "train" and leaf in SPEED and name != FREQUENCY:
-        reason = f"it changes speed, never the score; the rows of an update are {FREQUENCY} or {ROWS}"
+    elif section == "train" and leaf in SPEED_SETTINGS and name != FREQUENCY_SETTING:
+        reason = f"it changes the speed, not the score; the batch size is {FREQUENCY_SETTING} or {BATCH_SIZE_SETTING}"
     return [] if reason is None else [Problem(name, None, reason, "leave it out", code="not_searchable")]
 
 
-def _scales(config: Config) -> bool:
-    """Whether learning rate or beta2 follow the rows of an update by the recipe's own settings, or by those of its
-    trials."""
+def _scales_lr(config: Config) -> bool:
+    """Return whether settings of the recipe or of its trials scale the learning rate or beta2 with the batch size."""
     optim, tune = config.recipe.optim, config.deploy.tune
-    own = "none" not in (optim.lr_scaling, optim.beta2_scaling) or optim.lr_scaling != optim.beta2_scaling
-    return own or SCALING in tune.space or any(SCALING in point for point in tune.points)
+    recipe_scales = "none" not in (optim.lr_scaling, optim.beta2_scaling) or optim.lr_scaling != optim.beta2_scaling
+    return (
+        recipe_scales
+        or LR_SCALING_SETTING in tune.space
+        or any(LR_SCALING_SETTING in point for point in tune.points_to_evaluate)
+    )
 
 
-def _flaw(config: Config, name: str, searched: Range | tuple[Any, ...]) -> list[Problem]:
-    """What is wrong with a range or with choices, whatever the setting."""
+def _range_problems(config: Config, name: str, values: Range | tuple[Any, ...]) -> list[Problem]:
+    """Return the problems of a range or of choices that hold for any setting."""
 
-    def problem(value: Any, reason: str, fix: str, code: str) -> list[Problem]:
+    def make_problems(value: Any, reason: str, fix: str, code: str) -> list[Problem]:
         return [Problem(name, value, reason, fix, code=code)]
 
-    if not isinstance(searched, Range) and name in (FREQUENCY, ROWS) and None in searched:
-        return problem(
-            None, "it stands for what the recipe comes to, which is another choice too", "write the number", "no_value"
+    if not isinstance(values, Range) and name in (FREQUENCY_SETTING, BATCH_SIZE_SETTING) and None in values:
+        return make_problems(
+            None, "null means the recipe's batch size, which may equal another choice", "write the number", "no_value"
         )
-    if not isinstance(searched, Range):
+    if not isinstance(values, Range):
         fix = "write two choices or more; a single one belongs to the recipe: --set " + f"{name}=..."
-        return problem(list(searched), "nothing to choose from", fix, "too_few_choices") if len(searched) < 2 else []
-    shown = f"{searched.low:g} to {searched.high:g}"
-    if not _takes(name, (int, float)):
-        return problem(shown, "the setting is no number", "write a list of choices", "not_a_number")
+        return make_problems(list(values), "nothing to choose from", fix, "too_few_choices") if len(values) < 2 else []
+    shown_range = f"{values.low:g} to {values.high:g}"
+    if not _accepts_type(name, (int, float)):
+        return make_problems(shown_range, "the setting is not a number", "write a list of choices", "not_a_number")
     if config.deploy.tune.sampler == "grid":
-        return problem(
-            shown, "a grid has no ranges", "write a list of choices, or another tune.sampler", "conflicting_settings"
+        return make_problems(
+            shown_range,
+            "a grid has no ranges",
+            "write a list of choices, or another tune.sampler",
+            "conflicting_settings",
         )
-    if searched.low >= searched.high:
-        return problem(shown, "low is not below high", "exchange the two, or leave the setting out", "empty_range")
-    if searched.log and searched.low <= 0:
-        return problem(shown, "a logarithmic range begins above 0", "raise low, or leave out log", "out_of_range")
-    if _takes(name, (int,)) and not (searched.low.is_integer() and searched.high.is_integer()):
-        return problem(shown, "the setting is a whole number", "write whole numbers", "not_a_whole_number")
+    if values.low >= values.high:
+        return make_problems(
+            shown_range, "low is not below high", "swap the two, or leave the setting out", "empty_range"
+        )
+    if values.log and values.low <= 0:
+        return make_problems(
+            shown_range, "a logarithmic range begins above 0", "raise low, or leave out log", "out_of_range"
+        )
+    if _accepts_type(name, (int,)) and not (values.low.is_integer() and values.high.is_integer()):
+        return make_problems(shown_range, "the setting is a whole number", "write whole numbers", "not_a_whole_number")
     return []
 
 
-def _takes(name: str, kinds: tuple[type, ...]) -> bool:
-    """Whether the numbers of a setting are of one of these kinds."""
+def _accepts_type(name: str, types: tuple[type, ...]) -> bool:
+    """Return whether a setting's type includes one of these types."""
     section, _, leaf = name.rpartition(".")
     field = Recipe.model_fields[section].annotation.model_fields[leaf]  # type: ignore[union-attr]
-    return any(kind in kinds for kind in _kinds(field.annotation))
+    return any(kind in types for kind in _union_types(field.annotation))
 
 
-def _kinds(annotation: Any) -> list[Any]:
-    """The types of a union, without what they are annotated with."""
+def _union_types(annotation: Any) -> list[Any]:
+    """Return the types of a union, without annotations."""
     if get_origin(annotation) is Annotated:
-        return _kinds(get_args(annotation)[0])
+        return _union_types(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        return [kind for part in get_args(annotation) for kind in _kinds(part)]
+        return [kind for part in get_args(annotation) for kind in _union_types(part)]
     return [annotation]
 
 
-def _range(name: str, given: Range) -> Dimension:
-    low, high = (int(end) if _takes(name, (int,)) else end for end in (given.low, given.high))
-    return Dimension(name, low, high, given.log)
+def _range_dimension(name: str, setting_range: Range) -> Dimension:
+    low, high = (int(end) if _accepts_type(name, (int,)) else end for end in (setting_range.low, setting_range.high))
+    return Dimension(name, low, high, setting_range.log)
 
 
-def _resolved(config: Config, given: Dimension) -> tuple[Dimension, list[Problem]]:
-    """The dimension with its values as the setting's type makes them, and why some of them cannot be."""
-    problems, taken = [], []
-    for value in given.choices or (given.low, given.high):
-        point = {given.name: value}
-        if wrong := _tried(config, point):
-            problems += [replace(problem, value=value) for problem in wrong]
+def _resolve_dimension(config: Config, dimension: Dimension) -> tuple[Dimension, list[Problem]]:
+    """Return the dimension with values converted to the setting's type, and problems of invalid values."""
+    problems, resolved_values = [], []
+    for value in dimension.choices or (dimension.low, dimension.high):
+        point = {dimension.name: value}
+        if value_problems := _validate_point(config, point):
+            problems += [replace(problem, value=value) for problem in value_problems]
             continue
-        taken.append(configuration.flat(configuration.with_overrides(config, overrides(config, point)))[given.name])
-        if any(same_value(taken[-1], before) for before in taken[:-1]):
+        resolved_values.append(
+            configuration.flatten_config(configuration.with_overrides(config, trial_overrides(config, point)))[
+                dimension.name
+            ]
+        )
+        if any(same_value(resolved_values[-1], before) for before in resolved_values[:-1]):
             problems.append(
-                Problem(given.name, value, "twice among the choices", "leave it out once", code="duplicate")
+                Problem(dimension.name, value, "twice among the choices", "leave it out once", code="duplicate")
             )
-    if problems or not given.choices:
-        return given, problems
-    ordered = all(map(is_number, taken))
-    return replace(given, choices=tuple(sorted(taken) if ordered else taken)), []
+    if problems or not dimension.choices:
+        return dimension, problems
+    are_numbers = all(map(is_number, resolved_values))
+    return replace(dimension, choices=tuple(sorted(resolved_values) if are_numbers else resolved_values)), []
 
 
-def _tried(config: Config, point: Mapping[str, Any]) -> list[Problem]:
-    """Why the settings of a point cannot be, each problem with the name of the setting that it is about."""
+def _validate_point(config: Config, point: Mapping[str, Any]) -> list[Problem]:
+    """Return the problems of a point's settings, each with the name of its setting."""
     try:
-        recipe = configuration.with_overrides(config, overrides(config, point)).recipe
+        recipe = configuration.with_overrides(config, trial_overrides(config, point)).recipe
     except ConfigError as error:
-        found = error.problems
+        recipe_problems = error.problems
     else:
-        found = (*losses.problems(recipe), *builder.problems(recipe))
+        recipe_problems = (*losses.check_label_smoothing(recipe), *builder.check_model_settings(recipe))
     return [
         problem if problem.field in point else replace(problem, reason=f"{problem.field}: {problem.reason}")
-        for problem in found
+        for problem in recipe_problems
     ]
 
 
-def _apart(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
-    """The first combination that cannot be although each of its values can: of the ends of ranges and all choices."""
-    ends = [one.choices or (one.low, one.high) for one in dimensions]
-    for values in itertools.islice(itertools.product(*ends), COMBINATIONS):
-        point = dict(zip((one.name for one in dimensions), values, strict=True))
-        if wrong := _tried(config, point):
-            shown = ", ".join(f"{name}={value}" for name, value in point.items())
-            fix = "search less of one of these settings"
-            return [Problem("tune.space", shown, str(wrong[0].reason), fix, code=wrong[0].code)]
+def _first_conflict(config: Config, dimensions: Sequence[Dimension]) -> list[Problem]:
+    """Return the problem of the first invalid combination of valid values, among bounds of ranges and all choices."""
+    extreme_values = [dimension.choices or (dimension.low, dimension.high) for dimension in dimensions]
+    for values in itertools.islice(itertools.product(*extreme_values), MAX_COMBINATIONS):
+        point = dict(zip((dimension.name for dimension in dimensions), values, strict=True))
+        if point_problems := _validate_point(config, point):
+            shown_point = ", ".join(f"{name}={value}" for name, value in point.items())
+            fix = "reduce the range or choices of one of these settings"
+            return [Problem("tune.space", shown_point, str(point_problems[0].reason), fix, code=point_problems[0].code)]
     return []
 
 
-def sizes(config: Config) -> list[dict[str, Any]]:
-    """The sizes of students that `tune.space` may have; of a range of widths, which may be hundreds, its ends."""
-    searched = [one for one in dimensions(config) if one.name in SIZES]
+def list_student_sizes(config: Config) -> list[dict[str, Any]]:
+    """Return the sizes of students in `tune.space`; of a range of widths only its bounds."""
+    size_dimensions = [dimension for dimension in build_dimensions(config) if dimension.name in STUDENT_SIZE_SETTINGS]
 
-    def values_of(one: Dimension) -> Sequence[Any]:
-        if one.name == LAYERS and not one.choices:
-            return range(int(one.low or 0), int(one.high or 0) + 1)
-        return one.choices or (one.low, one.high)
+    def values_of(dimension: Dimension) -> Sequence[Any]:
+        if dimension.name == LAYERS_SETTING and not dimension.choices:
+            return range(int(dimension.low or 0), int(dimension.high or 0) + 1)
+        return dimension.choices or (dimension.low, dimension.high)
 
-    every = itertools.product(*map(values_of, searched))
-    return [{one.name: value for one, value in zip(searched, values, strict=True)} for values in every]
-
-
-def rows_of_one(config: Config) -> dict[str, int]:
-    """Rows of an update by each setting that says how many there are, of its value 1."""
-    return {FREQUENCY: config.recipe.train.workers * config.recipe.train.micro_batch, ROWS: 1}
+    combinations = itertools.product(*map(values_of, size_dimensions))
+    return [
+        {dimension.name: value for dimension, value in zip(size_dimensions, values, strict=True)}
+        for values in combinations
+    ]
 
 
-def under(config: Config, dimensions: Sequence[Dimension], rows: int) -> tuple[Dimension, ...]:
-    """The dimensions without the updates that gain little by their rows, where `rows` is the gradients' noise scale: of
-    aggregation frequencies, and of rows per update, those up to the first that has so many."""
-    of_one = rows_of_one(config)
-
-    def cut(one: Dimension) -> Dimension:
-        if one.name not in of_one or not one.ordered:
-            return one
-        enough = math.ceil(rows / of_one[one.name])
-        if one.choices:
-            kept = [value for value, before in zip(one.choices, (0, *one.choices), strict=False) if before < enough]
-            return replace(one, choices=tuple(kept))
-        return replace(one, high=max(one.low or 0, min(one.high or 0, enough)))
-
-    return tuple(map(cut, dimensions))
+def rows_per_unit(config: Config) -> dict[str, int]:
+    """Return the batch size at value 1 of each setting that determines it."""
+    return {
+        FREQUENCY_SETTING: config.recipe.train.workers * config.recipe.train.micro_batch_size,
+        BATCH_SIZE_SETTING: 1,
+    }
 
 
-def with_rows(
-    config: Config, dimensions: Sequence[Dimension], point: Mapping[str, Any], rows: int
+def prune_by_noise(config: Config, dimensions: Sequence[Dimension], noise_rows: int) -> tuple[Dimension, ...]:
+    """Return the dimensions without batch sizes far above the gradient noise scale `noise_rows`: values up to the first
+    value that reaches it are kept."""
+    unit_rows = rows_per_unit(config)
+
+    def prune(dimension: Dimension) -> Dimension:
+        if dimension.name not in unit_rows or not dimension.is_ordered:
+            return dimension
+        max_useful = math.ceil(noise_rows / unit_rows[dimension.name])
+        if dimension.choices:
+            useful_choices = [
+                value
+                for value, before in zip(dimension.choices, (0, *dimension.choices), strict=False)
+                if before < max_useful
+            ]
+            return replace(dimension, choices=tuple(useful_choices))
+        return replace(dimension, high=max(dimension.low or 0, min(dimension.high or 0, max_useful)))
+
+    return tuple(map(prune, dimensions))
+
+
+def with_batch_size(
+    config: Config, dimensions: Sequence[Dimension], point: Mapping[str, Any], batch_size: int
 ) -> dict[str, Any] | None:
-    """The point with updates of so many rows, or as near to them as the space has any; None where they are not
-    searched."""
-    of_one = rows_of_one(config)
-    searched = [one for one in dimensions if one.name in of_one and one.ordered]
+    """Return the point with the batch size of the space that is nearest; None if the batch size is not searched."""
+    unit_rows = rows_per_unit(config)
+    batch_size_dimensions = [
+        dimension for dimension in dimensions if dimension.name in unit_rows and dimension.is_ordered
+    ]
 
-    def nearest(one: Dimension) -> Any:
-        wanted = rows / of_one[one.name]
-        if one.choices:
-            return min(one.choices, key=lambda value: abs(math.log(value / wanted)))
-        return one.clipped(max(1, round(wanted)))
+    def nearest_value(dimension: Dimension) -> Any:
+        target = batch_size / unit_rows[dimension.name]
+        if dimension.choices:
+            return min(dimension.choices, key=lambda value: abs(math.log(value / target)))
+        return dimension.clip(max(1, round(target)))
 
-    return {**point, **{one.name: nearest(one) for one in searched}} if searched else None
+    return (
+        {**point, **{dimension.name: nearest_value(dimension) for dimension in batch_size_dimensions}}
+        if batch_size_dimensions
+        else None
+    )
 
 
-def evaluated_every(config: Config) -> int | None:
-    """Rows between two evaluations of a search's trials: as many for each, since a trial that is read more often has
-    more of them to be at its best in, and is seen earlier to have come to a score. None where each is read after an
-    epoch.
+def evaluation_interval_rows(config: Config) -> int | None:
+    """Return the rows between two evaluations of trials; None if trials are evaluated after each epoch.
 
-    They are about those of the recipe, and a number of the largest updates, so that common frequencies divide them.
+    All trials have the same: more frequent evaluations would bias the best score upward and the time to a target
+    downward. The number is near the recipe's, and a multiple of the largest batch size, so that common frequencies
+    divide it.
+
     """
-    every = config.recipe.train.evaluate_every
-    if every is None or config.deploy.tune.study:
+    interval = config.recipe.train.evaluate_every
+    if interval is None or config.deploy.tune.study:
         return None
-    searched = [one for one in dimensions(config) if one.name in (FREQUENCY, ROWS) and one.ordered]
-    tried = [*config.deploy.tune.points, *({one.name: max(one.choices or (one.high,))} for one in searched)]
-    recipes = [configuration.with_overrides(config, overrides(config, point)).recipe for point in tried]
-    largest = max(one.rows_per_update for one in (config.recipe, *recipes))
-    return largest * max(1, round(every * config.recipe.rows_per_update / largest))
+    batch_size_dimensions = [
+        dimension
+        for dimension in build_dimensions(config)
+        if dimension.name in (FREQUENCY_SETTING, BATCH_SIZE_SETTING) and dimension.is_ordered
+    ]
+    tried_points = [
+        *config.deploy.tune.points_to_evaluate,
+        *({dimension.name: max(dimension.choices or (dimension.high,))} for dimension in batch_size_dimensions),
+    ]
+    recipes = [configuration.with_overrides(config, trial_overrides(config, point)).recipe for point in tried_points]
+    largest = max(recipe.global_batch_size for recipe in (config.recipe, *recipes))
+    return largest * max(1, round(interval * config.recipe.global_batch_size / largest))
 
 
-# ------------------------------------------------------------------------------------------------- what a trial changes
+# ----------------------------------------------------------------------------------------------------- trial settings
 
 
-def overrides(config: Config, point: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a trial: those of the point, and what they bring with them.
+def trial_overrides(config: Config, point: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a trial: the point's and their consequences.
 
-    The rows of an update are given in one way only. A learning rate is meant for the rows that the recipe's is meant
-    for (`optim.lr_rows`, else its rows_per_update), and `tune.lr_scaling` carries it to those of the trial, unless the
-    recipe or the point has an `optim.lr_scaling` of its own. Raises `ConfigError` where the point cannot be.
+    The batch size is set in one way only. Learning rates refer to the recipe's reference batch size
+    (`optim.lr_reference_batch_size`, else `train.global_batch_size`); `tune.lr_scaling` scales them to the trial's
+    batch size, unless the recipe or the point sets `optim.lr_scaling`. Raises `ConfigError` for an invalid point.
+
     """
-    changed = dict(point)
-    if changed.get(FREQUENCY) is not None:
-        changed.setdefault(ROWS, None)
-    elif changed.get(ROWS) is not None:
-        changed.setdefault(FREQUENCY, None)
-    if (scaling := _carried_by(config, point)) is not None:
-        rows = configuration.with_overrides(config, changed).recipe.rows_per_update
-        if rows != _meant_for(config):
-            changed |= {SCALING: scaling, RATE_ROWS: _meant_for(config)}
+    changes = dict(point)
+    if changes.get(FREQUENCY_SETTING) is not None:
+        changes.setdefault(BATCH_SIZE_SETTING, None)
+    elif changes.get(BATCH_SIZE_SETTING) is not None:
+        changes.setdefault(FREQUENCY_SETTING, None)
+    if (scaling := _search_lr_scaling(config, point)) is not None:
+        batch_size = configuration.with_overrides(config, changes).recipe.global_batch_size
+        if batch_size != _lr_reference_batch_size(config):
+            changes |= {LR_SCALING_SETTING: scaling, LR_REFERENCE_SETTING: _lr_reference_batch_size(config)}
             if scaling == "sqrt":
-                changed.setdefault(BETA2, "rows")
-    elif changed.get(SCALING, "none") != "none" and config.recipe.optim.lr_rows is None:
-        changed.setdefault(RATE_ROWS, _meant_for(config))
-    known = configuration.flat(configuration.with_overrides(config, changed))
-    # As the settings read them: in YAML 1e-6 is a text.
-    return {name: value if value is None else known[name] for name, value in changed.items()}
+                changes.setdefault(BETA2_SCALING_SETTING, "rows")
+    elif changes.get(LR_SCALING_SETTING, "none") != "none" and config.recipe.optim.lr_reference_batch_size is None:
+        changes.setdefault(LR_REFERENCE_SETTING, _lr_reference_batch_size(config))
+    settings = configuration.flatten_config(configuration.with_overrides(config, changes))
+    # Parsed by the settings: in YAML 1e-6 is a string.
+    return {name: value if value is None else settings[name] for name, value in changes.items()}
 
 
-def _carried_by(config: Config, point: Mapping[str, Any]) -> str | None:
-    """How the search scales learning rates; None where it leaves them as they are."""
-    own = SCALING in point or config.recipe.optim.lr_scaling != "none"
-    return None if own or config.deploy.tune.lr_scaling == "none" else config.deploy.tune.lr_scaling
+def _search_lr_scaling(config: Config, point: Mapping[str, Any]) -> str | None:
+    """Return the search's scaling of learning rates, or None."""
+    has_own_scaling = LR_SCALING_SETTING in point or config.recipe.optim.lr_scaling != "none"
+    return None if has_own_scaling or config.deploy.tune.lr_scaling == "none" else config.deploy.tune.lr_scaling
 
 
-def _meant_for(config: Config) -> int:
-    """The rows of an update for which learning rates are meant."""
-    return config.recipe.optim.lr_rows or config.recipe.rows_per_update
+def _lr_reference_batch_size(config: Config) -> int:
+    """Return the reference batch size of learning rates."""
+    return config.recipe.optim.lr_reference_batch_size or config.recipe.global_batch_size
 
 
-def same(config: Config, one: Mapping[str, Any], two: Mapping[str, Any]) -> bool:
-    """Whether two trials' settings come to the same: a trial that equals another one need not run."""
-    return resolved(config, one) == resolved(config, two)
+def same_settings(config: Config, first: Mapping[str, Any], second: Mapping[str, Any]) -> bool:
+    """Return whether two trials' settings are equivalent: such a trial need not run."""
+    return fingerprint_settings(config, first) == fingerprint_settings(config, second)
 
 
-def resolved(config: Config, settings: Mapping[str, Any]) -> str:
-    """What a trial's settings come to, to compare them by: all that changes its weights, the learning rate and beta2 as
-    they are once scaled."""
+def fingerprint_settings(config: Config, settings: Mapping[str, Any]) -> str:
+    """Return a key of a trial's settings for comparison: all weight settings, with the scaled learning rate and
+    beta2."""
     recipe = configuration.with_overrides(config, settings).recipe
-    weights = recipe.weights()
-    rest = {name: value for name, value in weights["optim"].items() if f"optim.{name}" not in _SCALED}
-    weights["optim"] = {**rest, "peak": f"{recipe.peak_lr:.9g}", "beta2": f"{recipe.beta2:.9g}"}
+    weights = recipe.weight_settings()
+    other_settings = {name: value for name, value in weights["optim"].items() if f"optim.{name}" not in _LR_SETTINGS}
+    weights["optim"] = {**other_settings, "peak": f"{recipe.peak_lr:.9g}", "beta2": f"{recipe.beta2:.9g}"}
     return json.dumps(weights, sort_keys=True)
 
 
-_SCALED = (RATE, SCALING, RATE_ROWS, BETA2)
+_LR_SETTINGS = (LR_SETTING, LR_SCALING_SETTING, LR_REFERENCE_SETTING, BETA2_SCALING_SETTING)
 
 
-def coordinates(config: Config, dimensions: Sequence[Dimension], settings: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The point of the space at which a trial with these settings stands; None where it is outside, or where it also
-    differs from the recipe in what is not searched."""
-    changed = configuration.with_overrides(config, settings)
-    values = dict(_coordinates(config, dimensions, changed))
-    if any(one.place(values[one.name]) is None for one in dimensions):
+def locate_point(config: Config, dimensions: Sequence[Dimension], settings: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return the point of a trial's settings; None if it is outside of the space, or if other settings differ from the
+    recipe."""
+    trial_config = configuration.with_overrides(config, settings)
+    values = dict(_locate_values(config, dimensions, trial_config))
+    if any(dimension.to_unit(values[dimension.name]) is None for dimension in dimensions):
         return None
-    return values if same(config, overrides(config, values), settings) else None
+    return values if same_settings(config, trial_overrides(config, values), settings) else None
 
 
-def _coordinates(config: Config, dimensions: Sequence[Dimension], changed: Config) -> Iterator[tuple[str, Any]]:
-    flat, recipe = configuration.flat(changed), changed.recipe
-    for one in dimensions:
-        value = flat[one.name]
-        if one.name == ROWS:
-            value = recipe.rows_per_update
-        elif one.name == FREQUENCY:  # where the rows of an update are given, it is what would give as many
-            frequency, rest = divmod(recipe.rows_per_update, recipe.train.workers * recipe.train.micro_batch)
-            value = None if rest else frequency
-        elif one.name in (RATE, STUDENT_RATE) and recipe.optim.lr_scaling == "none":
-            scaling = _carried_by(config, {one.name: None for one in dimensions})
-            ratio = recipe.rows_per_update / _meant_for(config)
+def _locate_values(config: Config, dimensions: Sequence[Dimension], trial_config: Config) -> Iterator[tuple[str, Any]]:
+    flat, recipe = configuration.flatten_config(trial_config), trial_config.recipe
+    for dimension in dimensions:
+        value = flat[dimension.name]
+        if dimension.name == BATCH_SIZE_SETTING:
+            value = recipe.global_batch_size
+        elif dimension.name == FREQUENCY_SETTING:  # with a set batch size, the equivalent frequency
+            frequency, remainder = divmod(
+                recipe.global_batch_size, recipe.train.workers * recipe.train.micro_batch_size
+            )
+            value = None if remainder else frequency
+        elif dimension.name in (LR_SETTING, STUDENT_LR_SETTING) and recipe.optim.lr_scaling == "none":
+            scaling = _search_lr_scaling(config, {dimension.name: None for dimension in dimensions})
+            ratio = recipe.global_batch_size / _lr_reference_batch_size(config)
             value /= {None: 1.0, "sqrt": math.sqrt(ratio), "linear": ratio}[scaling]
-        yield one.name, one.choices[index] if (index := one.index(value)) is not None else value
+        yield dimension.name, dimension.choices[index] if (index := dimension.index_of(value)) is not None else value

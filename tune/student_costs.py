@@ -1,4 +1,4 @@
-"""What a student costs to use, in milliseconds or megabytes: those of the model that it starts from."""
+"""Inference cost of a student, in milliseconds or megabytes, from its initial model."""
 
 import json
 import statistics
@@ -9,18 +9,18 @@ from pathlib import Path
 from rtrain.core import atomic_write, json_files
 from rtrain.data.sources import digests
 
-NAME = "costs.json"
-TOKENS, CALLS, ROUNDS = 32, 20, 5
+FILE_NAME = "costs.json"
+TEXT_TOKENS, CALLS_PER_ROUND, ROUNDS = 32, 20, 5
 
 
-def megabytes(model: Path) -> float:
-    """Size of a model folder's weights."""
+def measure_megabytes(model: Path) -> float:
+    """Return the megabytes of a model's weights."""
     return round(sum(path.stat().st_size for path in model.glob("model*.safetensors")) / 1e6, 3)
 
 
-def milliseconds(model: Path) -> float:
-    """A model folder's encoder on one text of 32 tokens, by PyTorch on one thread: the least of some medians, since
-    whatever else the machine does only adds to it."""
+def measure_milliseconds(model: Path) -> float:
+    """Return the milliseconds of a model's encoder for one text of 32 tokens, with PyTorch on one thread: the minimum
+    of several medians, since other load only adds time."""
     import torch
     import transformers
 
@@ -28,37 +28,40 @@ def milliseconds(model: Path) -> float:
         transformers.AutoConfig.from_pretrained(model, local_files_only=True, trust_remote_code=False),
         trust_remote_code=False,
     ).eval()
-    ids, before = torch.ones(1, TOKENS, dtype=torch.long), torch.get_num_threads()
+    ids, previous_threads = torch.ones(1, TEXT_TOKENS, dtype=torch.long), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with torch.inference_mode():
-            found = [statistics.median(_timed(lambda: network(ids)) for _ in range(CALLS)) for _ in range(ROUNDS)]
+            medians = [
+                statistics.median(_time_call(lambda: network(ids)) for _ in range(CALLS_PER_ROUND))
+                for _ in range(ROUNDS)
+            ]
     finally:
-        torch.set_num_threads(before)
-    return round(1000 * min(found), 3)
+        torch.set_num_threads(previous_threads)
+    return round(1000 * min(medians), 3)
 
 
-def _timed(call: Callable[[], object]) -> float:
-    started = time.perf_counter()
+def _time_call(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
     call()
-    return time.perf_counter() - started
+    return time.perf_counter() - start
 
 
-OF: dict[str, Callable[[Path], float]] = {"latency": milliseconds, "bytes": megabytes}
-"""By `tune.cost`."""
+MEASURES: dict[str, Callable[[Path], float]] = {"latency": measure_milliseconds, "bytes": measure_megabytes}
+"""Measurement by `tune.cost`."""
 
 
-class Costs:
-    """What models cost, measured once for each shape and kept in the search's folder: trials of one shape cost the
-    same, also after a resume."""
+class StudentCosts:
+    """Costs of models, measured once per architecture and stored in the search's folder, so that trials of one
+    architecture have equal costs after a resume."""
 
     def __init__(self, search: Path, cost: str):
-        self._path, self._measure = search / NAME, OF[cost]
-        self._known: dict[str, float] = json_files.read(self._path) if self._path.is_file() else {}
+        self._path, self._measure = search / FILE_NAME, MEASURES[cost]
+        self._costs: dict[str, float] = json_files.load_json_object(self._path) if self._path.is_file() else {}
 
-    def of(self, model: Path) -> float:
-        shape = digests.file_digest(str(model / "config.json"))
-        if shape not in self._known:
-            self._known[shape] = self._measure(model)
-            atomic_write.write_text(self._path, json.dumps(self._known, indent=1) + "\n")
-        return self._known[shape]
+    def get(self, model: Path) -> float:
+        shape_digest = digests.hash_file(str(model / "config.json"))
+        if shape_digest not in self._costs:
+            self._costs[shape_digest] = self._measure(model)
+            atomic_write.write_text(self._path, json.dumps(self._costs, indent=1) + "\n")
+        return self._costs[shape_digest]

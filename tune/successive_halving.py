@@ -1,9 +1,10 @@
-"""Successive halving by freezing: which trials go on, and how far. Pure.
+"""Successive halving with frozen trials: which trials continue, and to which rung. Pure functions.
 
-All trials are trained to the first rung, a share of a full run's rows. The better half goes on from where it was frozen
-to twice the rows, the better half of these to twice as many again, until `KEPT` trials are left: those go to the
-search's end (Jamieson and Talwalkar 2016, arXiv:1502.07943; nothing is trained twice, since a frozen trial goes on from
-its own checkpoint, as in Swersky et al. 2014, arXiv:1406.3896).
+All trials are trained to the first rung, a share of a full run's rows. The better half continues from its checkpoints
+to twice the rows, and so on, until `FINALISTS` trials are left for the finals (Jamieson and Talwalkar 2016,
+arXiv:1502.07943). Nothing is trained twice: a frozen trial resumes from its checkpoint (Swersky et al. 2014,
+arXiv:1406.3896).
+
 """
 
 import math
@@ -12,94 +13,108 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tune.history import History, Trial
-from tune.objective import Aim, at
+from tune.objective import Objective, rung_result
 
 REDUCTION = 2
-MOST = 1 << 20
-"""More trials are asked of no budget."""
-KEPT = 2
-"""Trials that are left for the end, trial 0 beside them."""
+MAX_TRIALS = 1 << 20
+"""Upper bound of the trials of any budget."""
+FINALISTS = 2
+"""Trials that are left for the finals, in addition to trial 0."""
 
 
 @dataclass(frozen=True)
-class Ladder:
-    """The rungs of a search: rows that its trials have been trained on when they are compared."""
+class RungSchedule:
+    """The rungs of a search: trained rows at which its trials are compared."""
 
     rungs: tuple[int, ...]
-    full: int
-    """Rows of a full run, over all of its epochs."""
+    full_rows: int
+    """Rows of a full run, over all epochs."""
 
     @classmethod
-    def of(cls, first: float, full: int) -> "Ladder":
-        """From the share `first` of a full run on, each rung at twice the rows of the last, all below a full run."""
-        rungs, rows = list[int](), max(1, round(first * full))
-        while rows < full or not rungs:
-            rungs.append(min(rows, full))
+    def from_first_rung(cls, first_share: float, full_rows: int) -> "RungSchedule":
+        """Start at the share `first_share` of a full run, and double the rows up to a full run."""
+        rung_rows, rows = list[int](), max(1, round(first_share * full_rows))
+        while rows < full_rows or not rung_rows:
+            rung_rows.append(min(rows, full_rows))
             rows *= REDUCTION
-        return cls(tuple(rungs), full)
+        return cls(tuple(rung_rows), full_rows)
 
-    def cost(self, trials: int) -> int:
-        """Rows that so many trials are trained on until `KEPT` are left."""
-        rows, before = 0, 0
+    def total_rows(self, trials: int) -> int:
+        """Return the rows that so many trials need until `FINALISTS` are left."""
+        total, previous_rung = 0, 0
         for rung in self.rungs:
-            rows, before, trials = rows + trials * (rung - before), rung, goes_on(trials)
-            if trials <= KEPT:
+            total, previous_rung, trials = total + trials * (rung - previous_rung), rung, num_survivors(trials)
+            if trials <= FINALISTS:
                 break
-        return rows
+        return total
 
-    def affordable(self, rows: int) -> int:
-        """The most trials that cost no more than `rows`; at least one."""
-        most = 2
-        while most < MOST and self.cost(most) <= rows:
-            most *= 2
-        # A trial more costs no less: by bisection, since a budget that nothing else bounds may be of any size.
-        found: int = bisect_right(range(most), rows, key=lambda trials: self.cost(trials) if trials else 0) - 1
-        return max(1, found)
-
-
-def sizes(planned: int) -> tuple[int, ...]:
-    """Numbers of trials below `planned`, from about a half of it on, of which halving leaves just `KEPT`. One trial
-    more would leave three, which takes a further rung."""
-    doubled = [KEPT * REDUCTION**power for power in range(max(1, planned).bit_length())]
-    half = max((one for one in doubled if one <= planned / 2), default=KEPT)
-    return tuple(one for one in doubled if half <= one < planned)
+    def max_trials(self, rows: int) -> int:
+        """Return the maximum number of trials within `rows`; at least 1."""
+        upper_bound = 2
+        while upper_bound < MAX_TRIALS and self.total_rows(upper_bound) <= rows:
+            upper_bound *= 2
+        # The rows are monotonic in the number of trials; bisection, since the budget has no upper bound.
+        largest: int = (
+            bisect_right(range(upper_bound), rows, key=lambda trials: self.total_rows(trials) if trials else 0) - 1
+        )
+        return max(1, largest)
 
 
-def goes_on(trials: int) -> int:
-    """How many of so many trials go on from a rung."""
-    return min(trials, max(KEPT, math.ceil(trials / REDUCTION)))
+def exact_trial_counts(planned_trials: int) -> tuple[int, ...]:
+    """Return numbers of trials from about half of `planned_trials` that halving reduces to exactly `FINALISTS`. One
+    more trial would need a further rung."""
+    powers = [FINALISTS * REDUCTION**power for power in range(max(1, planned_trials).bit_length())]
+    smallest = max((power for power in powers if power <= planned_trials / 2), default=FINALISTS)
+    return tuple(power for power in powers if smallest <= power < planned_trials)
+
+
+def num_survivors(trials: int) -> int:
+    """Return the number of trials that continue from a rung."""
+    return min(trials, max(FINALISTS, math.ceil(trials / REDUCTION)))
 
 
 @dataclass(frozen=True)
-class Go:
-    """An order: train this trial to this rung; to its end where `rung` is None."""
+class TrainTo:
+    """Train this trial to this rung, or to its end if `rung` is None."""
 
     trial: int
     rung: int | None
 
 
-def due(history: History, ladder: Ladder, aim: Aim, asking: bool) -> list[Go] | None:
-    """The trials that have yet to come to their next rung; None when the halving is over.
+def next_promotions(
+    history: History, schedule: RungSchedule, objective: Objective, accepts_trials: bool
+) -> list[TrainTo] | None:
+    """Return the trials that must reach their next rung; None when the halving is over.
 
-    `asking`: further trials may be asked for, so that none is compared yet. An empty list means that whoever asks has
-    to ask for another trial. Trials that failed or diverged take no part, and those that repeat another one go no
-    further than the first rung.
+    Failed and diverged trials take no part; repeated trials stop at the first rung.
+
+    Args:
+        accepts_trials: further trials may be created, so none is compared yet. An empty list then requests one.
+
     """
-    field = [trial for trial in history.own if trial.sound]
-    for rung in range(len(ladder.rungs)):
-        repeats = [trial for trial in history.trials if trial.of is not None and trial.sound and not trial.finished]
-        waiting = [trial for trial in field + (repeats if asking else []) if at(trial, rung) is None]
-        if waiting or (rung == 0 and asking):
-            return [Go(trial.number, rung) for trial in waiting]
-        if len(field) <= KEPT:
+    competitors = [trial for trial in history.original_trials if trial.is_valid]
+    for rung in range(len(schedule.rungs)):
+        repeat_trials = [
+            trial
+            for trial in history.trials
+            if trial.repeat_of is not None and trial.is_valid and not trial.final_result
+        ]
+        pending = [
+            trial
+            for trial in competitors + (repeat_trials if accepts_trials else [])
+            if rung_result(trial, rung) is None
+        ]
+        if pending or (rung == 0 and accepts_trials):
+            return [TrainTo(trial.number, rung) for trial in pending]
+        if len(competitors) <= FINALISTS:
             return None
-        field = survivors(field, rung, aim)
-        if len(field) <= KEPT:
+        competitors = select_survivors(competitors, rung, objective)
+        if len(competitors) <= FINALISTS:
             return None
     return None
 
 
-def survivors(trials: Sequence[Trial], rung: int, aim: Aim) -> list[Trial]:
-    """The better half of the trials at a rung to which all of them have come, in the order of their numbers."""
-    ranked = aim.ranked(trials, rung)
-    return sorted(ranked[: goes_on(len(ranked))], key=lambda trial: trial.number)
+def select_survivors(trials: Sequence[Trial], rung: int, objective: Objective) -> list[Trial]:
+    """Return the better half of the trials at a rung that all have reached, ordered by number."""
+    best_first = objective.rank(trials, rung)
+    return sorted(best_first[: num_survivors(len(best_first))], key=lambda trial: trial.number)

@@ -1,4 +1,4 @@
-"""A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end when it is told to."""
+"""A trial of a search: an ordinary run in the search's folder, trained to a rung or to its end by an assignment."""
 
 import errno
 import math
@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
-from rtrain.checkpoint.remote_copy import Replica, Unreachable
+from rtrain.checkpoint.remote_copy import RemoteCopy, StorageUnreachableError
 from rtrain.cluster import preflight
 from rtrain.compress import distill
-from rtrain.config import Config, Train
-from rtrain.core.errors import ConfigError, Problem, TryAgain, UserError
-from rtrain.core.ragged import Ragged
+from rtrain.config import Config, TrainConfig
+from rtrain.core.errors import ConfigError, Problem, TemporaryFailureError, UserError
+from rtrain.core.ragged import RaggedArray
 from rtrain.core.run_folder import Run
 from rtrain.data.store.store import open_store
-from rtrain.evaluation.training_curves import trained
-from rtrain.metrics.registry import metric_for
+from rtrain.evaluation.training_curves import iter_training_seconds
+from rtrain.metrics.registry import get_metric
 from rtrain.parallel import gradient_noise
 from rtrain.runs import controller, failures, prepare, run_folders, stop_request, worker_group
 from rtrain.tasks import base
@@ -28,293 +28,328 @@ from rtrain.trainer.step import NonFinite
 from tune import difference_ci, holdout_scores, space
 from tune.history import Journal
 
-LOG_EVERY = "train.log_every"
-LOGGED = Train.model_fields["log_every"].default
-"""What a search has that was given no other; whether it was given this very one, a resume is not told."""
-FIXED = ("train.workers", "train.micro_batch")
-"""Settings beside those of `tune` with which a search, or a study, goes on as it began: of them are a trial's rows per
-update."""
-MAY_CHANGE = ("concurrent", "minutes", "money", "price")
-"""Settings of `tune` that may be others on a resume."""
-FIRST, LAST = 3, 5
-"""Losses at the begin, and newest ones, by which a trial is seen to diverge."""
-RISE, LEAST_RISE = 1.5, 0.5
-"""Each of the newest is so many times the least of the first, and so much above it. Losses are nats, or squared
-deviations: those of a model that has learnt its task already are so small that a wrong label makes them many times
-larger, and a model that has forgotten it is as far off as one that guesses, 0.69 for two labels alike."""
+LOG_EVERY_SETTING = "train.log_every"
+DEFAULT_LOG_EVERY = TrainConfig.model_fields["log_every"].default
+"""Default of the setting; a resume cannot tell whether the user set this value."""
+FIXED_SETTINGS = ("train.workers", "train.micro_batch_size")
+"""Settings, in addition to those of `tune`, that a resume cannot change: a trial's batch size depends on them."""
+CHANGEABLE_SETTINGS = ("max_concurrent_trials", "max_minutes", "max_cost", "worker_cost_per_hour")
+"""Settings of `tune` that a resume can change."""
+FIRST_LOSSES, NEWEST_LOSSES = 3, 5
+"""Number of first and of newest losses for the divergence check."""
+MIN_RISE_FACTOR, MIN_RISE = 1.5, 0.5
+"""Minimum ratio and difference of the newest losses to the minimum of the first. Losses are nats or squared deviations.
+Those of a trained model are so small that a wrong label multiplies them, hence the difference; a model that guesses has
+0.69 for two labels."""
 
 
 @dataclass(frozen=True)
-class Task:
-    """What all trials of a search have in common. Plain values: it goes to other processes."""
+class SearchTask:
+    """Common data of all trials of a search; it is sent to other processes."""
 
     document: Mapping[str, Any]
-    """The search's configuration."""
-    named: frozenset[str]
-    """Settings that the user gave."""
+    """Document of the search's configuration."""
+    named_settings: frozenset[str]
+    """Settings that the user set."""
     search: Path
     tokens_root: Path
     teacher: Path | None = None
-    """The artefact of which all trials are students; None where they are no students."""
-    measures: bool = False
-    """Whether all trials measure the gradient's noise, and not trial 0 alone."""
+    """Artifact of the teacher of all trials, or None."""
+    measures_noise: bool = False
+    """Whether all trials measure the gradient noise, not only trial 0."""
 
     @property
     def config(self) -> Config:
-        return replace(configuration.parse(self.document, {}), named=self.named)
+        return replace(configuration.parse_config(self.document, {}), explicit_settings=self.named_settings)
 
-    def of(self, settings: Mapping[str, Any]) -> Config:
-        """The configuration of a trial with such settings."""
-        config = configuration.parse(self.document, settings)
-        if every := space.evaluated_every(self.config):
-            updates = max(1, round(every / config.recipe.rows_per_update))
-            config = configuration.with_overrides(config, {"train.evaluate_every": updates})
-        if config.recipe.train.log_every == LOGGED:  # a trial that diverges is frozen by what its log says
-            config = configuration.with_overrides(config, {LOG_EVERY: 1})
-        config = replace(config, named=config.named | self.named)
-        if storage := _storage(config, self.search):
+    def config_for(self, settings: Mapping[str, Any]) -> Config:
+        """Return the configuration of a trial with these settings."""
+        config = configuration.parse_config(self.document, settings)
+        if interval_rows := space.evaluation_interval_rows(self.config):
+            interval_steps = max(1, round(interval_rows / config.recipe.global_batch_size))
+            config = configuration.with_overrides(config, {"train.evaluate_every": interval_steps})
+        if config.recipe.train.log_every == DEFAULT_LOG_EVERY:  # the divergence check needs every step's loss
+            config = configuration.with_overrides(config, {LOG_EVERY_SETTING: 1})
+        config = replace(config, explicit_settings=config.explicit_settings | self.named_settings)
+        if storage := _trial_storage(config, self.search):
             config = configuration.with_overrides(config, {"cluster.storage": storage})
         if self.teacher is not None:
-            config = distill.started(config, distill.Teacher.read(self.teacher), self.tokens_root)
+            config = distill.derive_student_config(config, distill.Teacher.load(self.teacher), self.tokens_root)
         return config
 
-    def prepared(self, number: int, settings: Mapping[str, Any]) -> prepare.Prepared:
-        """The run of a trial, begun or taken up. Its rows are those of trial 0, which was checked as the search
-        began: what was allowed then is not refused to the others."""
+    def prepare_trial(self, number: int, settings: Mapping[str, Any]) -> prepare.PreparedRun:
+        """Create or resume the run of a trial. Its rows are those of trial 0, whose checks also hold for the others."""
         run = Run(self.search).trial(number)
         reuse: run_folders.Reuse = "resume" if run.exists else "refuse"
-        config, begun = self.of(settings), number > 0
+        config, is_resumed = self.config_for(settings), number > 0
         if self.teacher is None:
-            prepared = prepare.prepare(config, run.folder, reuse, self.tokens_root, begun=begun)
+            prepared_run = prepare.prepare_run(config, run.folder, reuse, self.tokens_root, is_resumed=is_resumed)
         else:
-            teacher = distill.Teacher.read(self.teacher)
-            prepared = distill.prepare(config, teacher, run.folder, reuse, tokens_root=self.tokens_root, begun=begun)
-        if number == 0 or self.measures:
-            run.decide("noise", gradient_noise.EVERY)
-        return prepared
+            teacher = distill.Teacher.load(self.teacher)
+            prepared_run = distill.prepare(
+                config, teacher, run.folder, reuse, tokens_root=self.tokens_root, is_begun=is_resumed
+            )
+        if number == 0 or self.measures_noise:
+            run.decide_once("noise", gradient_noise.DEFAULT_INTERVAL)
+        return prepared_run
 
 
-def refused(config: Config) -> list[Problem]:
-    """What is decided by the memory of a node cannot be where trials share it, some beginning when others end."""
+def strategy_problems(config: Config) -> list[Problem]:
+    """Return the problem of `train.strategy=auto`: concurrent trials share a node's memory."""
     if config.recipe.train.strategy == "manual":
         return []
-    reason, fix = "trials share the memory of nodes", "write manual, with what rtrain plan --search names"
+    reason, fix = "trials share the memory of nodes", "write manual, with the settings that rtrain plan --search prints"
     return [Problem("train.strategy", "auto", reason, fix, code="unsupported")]
 
 
 @contextmanager
-def held(
+def open_search(
     config: Config,
     folder: Path,
     reuse: run_folders.Reuse,
     tokens_root: Path | None,
     teacher: Path | None = None,
-) -> Iterator[tuple[Config, Task]]:
-    """Open the folder of a search or a study, for this process alone: what it is to do, and what its trials share.
+) -> Iterator[tuple[Config, SearchTask]]:
+    """Lock and open the folder of a search or a study; yield its configuration and the common data of its trials.
 
-    The trials share the token store under `tokens_root`, by default the folder that holds the search. Raises
-    `ConfigError` if a resumed one would be another, before anything is written, and `TryAgain` where the disk became
-    full within the block.
+    The token store of the trials is under `tokens_root`, by default the parent of the search's folder.
+
+    Raises:
+        ConfigError: a resumed search has other settings; nothing was written.
+        TemporaryFailureError: the disk became full in the block.
+
     """
-    words = ("train", config.recipe.name) if teacher is None else ("distill", teacher.parent)
-    prepare.refuse_lost(config, folder, reuse, *words)
-    folder, config = prepare.chosen(config, folder, reuse)
-    # All trials use the same commits of hub names.
-    config = run_folders.absolute(config, folder if reuse == "resume" else None)
+    command_words = ("train", config.recipe.name) if teacher is None else ("distill", teacher.parent)
+    prepare.refuse_lost_search(config, folder, reuse, *command_words)
+    folder, config = prepare.resolve_run_folder(config, folder, reuse)
+    # All trials use the same commits of hub repositories.
+    config = run_folders.resolve_paths(config, folder if reuse == "resume" else None)
     if reuse == "resume":
-        _refuse_another(run_folders.stored(folder), config)
-    with run_folders.claimed(Run(folder), reuse) as search:
-        run_folders.freeze(search, config)
+        _refuse_changed_search(run_folders.load_config(folder), config)
+    with run_folders.lock_new_run(Run(folder), reuse) as search:
+        run_folders.write_frozen_config(search, config)
         document = configuration.to_document(config)
-        _bring_back(config, search)
+        _restore_trials(config, search)
         try:
-            yield config, Task(document, config.named, search.folder, tokens_root or folder.parent, teacher)
+            yield (
+                config,
+                SearchTask(document, config.explicit_settings, search.folder, tokens_root or folder.parent, teacher),
+            )
         except OSError as error:
-            if error.strerror not in FULL:
+            if error.strerror not in DISK_FULL:
                 raise
-            text = f"{error.strerror}; make room, and the same command with --resume goes on"
-            raise TryAgain(text, code="disk_full") from error
+            message = f"{error.strerror}; free disk space, and continue with the same command and --resume"
+            raise TemporaryFailureError(message, code="disk_full") from error
 
 
-def _bring_back(config: Config, search: Run) -> None:
-    """Bring the trials back of which the storage has copies and the search's folder nothing: it was lost."""
-    if storage := _storage(config, search.folder):
+def _restore_trials(config: Config, search: Run) -> None:
+    """Restore lost trials from their remote copies."""
+    if storage := _trial_storage(config, search.folder):
         for run in (search.trial(trial.number) for trial in Journal(search.trials).history.trials):
-            copy = Replica(storage, run.name)
-            if not run.exists and copy.exists():
-                copy.restore(run.folder)
+            remote_copy = RemoteCopy(storage, run.name)
+            if not run.exists and remote_copy.exists():
+                remote_copy.restore(run.folder)
 
 
-def _storage(config: Config, search: Path) -> str | None:
-    """Where the copies of a search's trials lie: trials of several searches have the same names."""
+def _trial_storage(config: Config, search: Path) -> str | None:
+    """Return the storage of the trials' remote copies: below the search's name, since trials of all searches have equal
+    names."""
     storage = config.deploy.cluster.storage
     return f"{storage}/{search.name}" if storage else None
 
 
-def _refuse_another(old: Config, new: Config) -> None:
-    """Raise `ConfigError` if a resumed search or study would be another one."""
-    before, after = configuration.flat(old), configuration.flat(new)
-    fixed = [*FIXED, *(n for n in before if n.startswith("tune.") and n.removeprefix("tune.") not in MAY_CHANGE)]
-    what = "study" if old.deploy.tune.study else "search"
-    fix = f"leave it out, or start another {what} with --new"
-    if changed := [name for name in fixed if before[name] != after[name]]:
-        started = f"the {what} was started with "
+def _refuse_changed_search(stored_config: Config, new_config: Config) -> None:
+    """Raise `ConfigError` if a resumed search or study has other settings."""
+    old_values, new_values = configuration.flatten_config(stored_config), configuration.flatten_config(new_config)
+    fixed_settings = [
+        *FIXED_SETTINGS,
+        *(n for n in old_values if n.startswith("tune.") and n.removeprefix("tune.") not in CHANGEABLE_SETTINGS),
+    ]
+    noun = "study" if stored_config.deploy.tune.study else "search"
+    fix = f"leave it out, or start another {noun} with --new"
+    if changed_settings := [name for name in fixed_settings if old_values[name] != new_values[name]]:
+        prefix = f"the {noun} was started with "
         raise ConfigError(
-            [Problem(name, after[name], f"{started}{before[name]!r}", fix, code="changed_setting") for name in changed]
+            [
+                Problem(name, new_values[name], f"{prefix}{old_values[name]!r}", fix, code="changed_setting")
+                for name in changed_settings
+            ]
         )
 
 
 @dataclass(frozen=True)
-class Order:
-    """What a slot is told to do."""
+class Assignment:
+    """Work of a slot."""
 
     trial: int
     settings: Mapping[str, Any]
     rung: int | None
-    """The rung to which the trial is trained; None for its end."""
+    """Train to this rung; None: to the end."""
     rows: int
-    """Rows of that rung, or of the whole run."""
-    of: int | None = None
-    """The trial that this one repeats with another seed, if any."""
+    """Rows of that rung, or of the full run."""
+    repeat_of: int | None = None
+    """The trial that this one repeats with another seed, or None."""
 
 
 Outcome = dict[str, Any]
-"""An event of the journal: what an order has come to. `kind` is reached, finished, diverged or failed; or `AGAIN`,
-which is none."""
-AGAIN = "again"
-"""The order is for another start of the search: something is wrong with the machine, and not with the trial."""
-FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
-"""What an error of a full disk says; that of a worker comes as text."""
+"""Outcome of an assignment: an event of the journal with `kind` rung_result, finished, diverged or failed; or `RETRY`,
+which is not logged."""
+RETRY = "retry"
+"""A failure of the machine, not of the trial: a later attempt repeats the assignment."""
+DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""Messages of a full disk; errors of workers arrive as text."""
 
 
-def run(order: Order, task: Task, workers: worker_group.Workers) -> list[Outcome]:
-    """Do an order. A run that was begun goes on from its newest checkpoint; one that is there already is read."""
-    run = Run(task.search).trial(order.trial)
-    watch, prepared, until = DivergenceWatch(run), None, None
+def run_assignment(assignment: Assignment, task: SearchTask, workers: worker_group.BaseWorkerGroup) -> list[Outcome]:
+    """Run an assignment. The run resumes from its newest checkpoint; a finished result is only read."""
+    run = Run(task.search).trial(assignment.trial)
+    detector, prepared_run, end_step = DivergenceDetector(run), None, None
     try:
-        prepared = task.prepared(order.trial, order.settings)
-        until = None if order.rung is None else prepared.order.update_at(order.rows)
-        if not (run.finished or watch.why or _is_at(run, until)):
+        prepared_run = task.prepare_trial(assignment.trial, assignment.settings)
+        end_step = None if assignment.rung is None else prepared_run.order.step_at(assignment.rows)
+        if not (run.is_finished or detector.reason or _is_frozen_at(run, end_step)):
             controller.fit(
-                prepared, until=until, rung=order.rung is not None, workers=workers, reports=False, on_event=watch
+                prepared_run,
+                end_step=end_step,
+                is_rung=assignment.rung is not None,
+                workers=workers,
+                write_reports=False,
+                on_event=detector,
             )
     except NonFinite as error:
-        return [{"kind": "diverged", "why": str(error).splitlines()[0], "seconds": seconds_of(run)}]
-    except stop_request.AskedToEnd:
+        return [{"kind": "diverged", "reason": str(error).splitlines()[0], "seconds": training_seconds(run)}]
+    except stop_request.StoppedByRequest:
         return []
     except Exception as error:
-        # One that is finished though the storage does not answer counts: its copy alone is not whole, and the winner's
-        # is made at the search's end.
-        if prepared is None or not (run.finished and isinstance(error, TryAgain)):
-            return [_broken(run, error)]
-    if watch.why and not run.finished:
-        return [{"kind": "diverged", "why": watch.why, "seconds": seconds_of(run)}]
+        # A finished run counts although its remote copy is incomplete; the winner's is completed at the end.
+        if prepared_run is None or not (run.is_finished and isinstance(error, TemporaryFailureError)):
+            return [_failure_outcome(run, error)]
+    if detector.reason and not run.is_finished:
+        return [{"kind": "diverged", "reason": detector.reason, "seconds": training_seconds(run)}]
     try:
-        found = [] if order.rung is None or until is None else [_reached(order, task, prepared, until)]
-        found += [_finished(run, prepared)] if run.finished else []
-    except Exception as error:  # it is the trial's alone: raised here, it would end the slot again and again
-        return [_broken(run, error)]
-    if broken := [one for one in found if not math.isfinite(one["score"] + one.get("held", 0.0))]:
-        why = f"its score at update {broken[0]['update']} is no number"
-        return [{"kind": "diverged", "why": why, "seconds": seconds_of(run)}]
-    return found
+        outcomes = (
+            []
+            if assignment.rung is None or end_step is None
+            else [_rung_outcome(assignment, task, prepared_run, end_step)]
+        )
+        outcomes += [_final_outcome(run, prepared_run)] if run.is_finished else []
+    except Exception as error:  # an error of the trial: raised here, it would kill the slot repeatedly
+        return [_failure_outcome(run, error)]
+    if non_finite := [
+        outcome for outcome in outcomes if not math.isfinite(outcome["score"] + outcome.get("holdout_score", 0.0))
+    ]:
+        reason = f"its score at step {non_finite[0]['step']} is not finite"
+        return [{"kind": "diverged", "reason": reason, "seconds": training_seconds(run)}]
+    return outcomes
 
 
-def _broken(run: Run, error: Exception) -> Outcome:
-    """The outcome of an order that an error has ended."""
-    told = str(error).splitlines()[0] if isinstance(error, UserError) else first_line(error)
-    if _is_of_the_machine(error):
-        return {"kind": AGAIN, "error": told}
+def _failure_outcome(run: Run, error: Exception) -> Outcome:
+    """Return the outcome of a failed assignment."""
+    message = str(error).splitlines()[0] if isinstance(error, UserError) else first_error_line(error)
+    if _is_machine_failure(error):
+        return {"kind": RETRY, "error": message}
     if not isinstance(error, UserError):
         run.folder.mkdir(parents=True, exist_ok=True)
-        told += f" (traceback in {failures.keep_traceback(run, 'error', error)})"
-    return {"kind": "failed", "error": told, "seconds": seconds_of(run)}
+        message += f" (traceback in {failures.write_traceback(run, 'error', error)})"
+    return {"kind": "failed", "error": message, "seconds": training_seconds(run)}
 
 
-def _is_of_the_machine(error: Exception) -> bool:
-    """Whether it tells of a disk that is full or a storage that is away, which may soon be mended, and nothing of the
-    trial."""
-    return isinstance(error, TryAgain | preflight.Short | Unreachable) or any(text in str(error) for text in FULL)
+def _is_machine_failure(error: Exception) -> bool:
+    """Return whether the error is a full disk or an unreachable storage, not a failure of the trial."""
+    return isinstance(error, TemporaryFailureError | preflight.InsufficientDiskSpace | StorageUnreachableError) or any(
+        text in str(error) for text in DISK_FULL
+    )
 
 
-def _is_at(run: Run, until: int | None) -> bool:
-    """Whether the trial is frozen at that update already: the search was killed before it could write that down."""
-    last = run.last("started", "paused")
-    return last is not None and last["kind"] == "paused" and last["update"] == until
+def _is_frozen_at(run: Run, end_step: int | None) -> bool:
+    """Return whether the trial is frozen at this step: a killed search may not have logged it."""
+    last_event = run.last_event("started", "paused")
+    return last_event is not None and last_event["kind"] == "paused" and last_event["step"] == end_step
 
 
-def _reached(order: Order, task: Task, prepared: prepare.Prepared, update: int) -> Outcome:
-    """What the answers at a rung come to on the rows that steer the search."""
-    run, config, store = prepared.run, prepared.config, open_store(prepared.store.folder)
-    output = base.get(config.recipe.task).output
-    positions = holdout_scores.steering(store, config.deploy.tune.held_back)
-    targets, headline = store.targets("valid", positions), headline_of(config)
+def _rung_outcome(assignment: Assignment, task: SearchTask, prepared_run: prepare.PreparedRun, step: int) -> Outcome:
+    """Return the result at a rung, on the steering rows."""
+    run, config, store = prepared_run.run, prepared_run.config, open_store(prepared_run.store.folder)
+    output = base.get_task(config.recipe.task).output
+    positions = holdout_scores.steering_rows(store, config.deploy.tune.holdout_fraction)
+    targets, headline = store.targets("valid", positions), headline_metric(config)
 
-    def answers(of: Run) -> Ragged | None:
-        known = rung_predictions.read(of, update)
-        return None if known is None else known.take(positions)
+    def steering_results(answered_run: Run) -> RaggedArray | None:
+        rung_results = rung_predictions.read_rung(answered_run, step)
+        return None if rung_results is None else rung_results.take(positions)
 
-    steering, additive = answers(run), metric_for(output).additive
-    assert steering is not None  # they are written before the rung's checkpoint
-    luck = None
-    if order.of is not None and (other := answers(Run(task.search).trial(order.of))) is not None:
-        both = (additive(one, targets, store.manifest.head) for one in (other, steering))
-        luck = difference_ci.luck(
-            *(difference_ci.Held(headline, store.column("valid", "row_id")[positions], one) for one in both)
+    steering, sum_metric = steering_results(run), get_metric(output).make_sum_metric
+    assert steering is not None  # written before the rung's checkpoint
+    row_std = None
+    if (
+        assignment.repeat_of is not None
+        and (repeated := steering_results(Run(task.search).trial(assignment.repeat_of))) is not None
+    ):
+        row_metrics = (sum_metric(results, targets, store.manifest.head) for results in (repeated, steering))
+        row_std = difference_ci.row_std(
+            *(
+                difference_ci.HoldoutScores(headline, store.column("valid", "row_id")[positions], metric)
+                for metric in row_metrics
+            )
         )
     return {
-        "kind": "reached",
-        "rung": order.rung,
-        "update": update,
-        "rows": prepared.order.rows_until(update),
-        "score": metric_for(output).scores(steering, targets, store.manifest.head)[headline],
-        "loss": best_checkpoint.mean_loss(base.get(config.recipe.task), steering, store, positions),
-        "seconds": seconds_of(run),
-        "luck": luck,
+        "kind": "rung_result",
+        "rung": assignment.rung,
+        "step": step,
+        "rows": prepared_run.order.rows_until(step),
+        "score": get_metric(output).main_scores(steering, targets, store.manifest.head)[headline],
+        "loss": best_checkpoint.mean_row_loss(base.get_task(config.recipe.task), steering, store, positions),
+        "seconds": training_seconds(run),
+        "row_std": row_std,
     }
 
 
-def _finished(run: Run, prepared: prepare.Prepared) -> Outcome:
-    config, headline = prepared.config, headline_of(prepared.config)
-    chosen, held = run.last("best") or {}, holdout_scores.of(run, config.deploy.tune.held_back)
+def _final_outcome(run: Run, prepared_run: prepare.PreparedRun) -> Outcome:
+    config, headline = prepared_run.config, headline_metric(prepared_run.config)
+    best_event, holdout = (
+        run.last_event("best") or {},
+        holdout_scores.load_holdout_scores(run, config.deploy.tune.holdout_fraction),
+    )
     return {
         "kind": "finished",
-        "update": chosen.get("update", prepared.updates),
-        "rows": prepared.order.rows_until(prepared.updates),
-        "score": max(float(event["scores"][headline]) for event in _evaluations(run)),
-        "held": held.score,
-        "held_rows": len(held.ids),
-        "seconds": seconds_of(run),
-        "to_target": to_target(run, headline, config.deploy.tune.target),
+        "step": best_event.get("step", prepared_run.num_steps),
+        "rows": prepared_run.order.rows_until(prepared_run.num_steps),
+        "score": max(float(event["scores"][headline]) for event in _validation_events(run)),
+        "holdout_score": holdout.score,
+        "holdout_rows": len(holdout.row_ids),
+        "seconds": training_seconds(run),
+        "seconds_to_target": seconds_to_target(run, headline, config.deploy.tune.target),
     }
 
 
-def headline_of(config: Config) -> str:
-    return metric_for(base.get(config.recipe.task).output).headline
+def headline_metric(config: Config) -> str:
+    return get_metric(base.get_task(config.recipe.task).output).headline
 
 
-def seconds_of(run: Run) -> float:
-    """Seconds of training, over all starts."""
-    return round(max((seconds for _, seconds in trained(run.events())), default=0.0), 3)
+def training_seconds(run: Run) -> float:
+    """Return the seconds of training over all attempts."""
+    return round(max((seconds for _, seconds in iter_training_seconds(run.events())), default=0.0), 3)
 
 
-def to_target(run: Run, headline: str, target: float | None) -> float | None:
-    """Seconds of training until the first evaluation that reached the target on all validation rows; None without a
-    target, or where none did."""
+def seconds_to_target(run: Run, headline: str, target: float | None) -> float | None:
+    """Return the seconds of training until the first evaluation on all validation rows that reached the target, or
+    None."""
     if target is None:
         return None
-    log = trained(run.events())
-    there = [seconds for one, seconds in log if one["kind"] == "evaluated" and one["scores"][headline] >= target]
-    return round(min(there), 3) if there else None
+    log = iter_training_seconds(run.events())
+    target_seconds = [
+        seconds for event, seconds in log if event["kind"] == "evaluated" and event["scores"][headline] >= target
+    ]
+    return round(min(target_seconds), 3) if target_seconds else None
 
 
-def _evaluations(run: Run) -> list[dict[str, Any]]:
-    """On all validation rows, as training goes on."""
+def _validation_events(run: Run) -> list[dict[str, Any]]:
+    """Return the evaluations on all validation rows during training."""
     log = run.events("evaluated")
-    return [event for event in log if event["split"] == "valid" and "chosen" not in event]
+    return [event for event in log if event["split"] == "valid" and "calibration" not in event]
 
 
-def first_line(error: BaseException) -> str:
+def first_error_line(error: BaseException) -> str:
     """The first line of the error that ended a trial. For an error from a Ray process, it is that of the error raised
     there."""
     cause = getattr(error, "cause", None)
@@ -325,37 +360,39 @@ def first_line(error: BaseException) -> str:
 # --------------------------------------------------------------------------------------------------------- divergence
 
 
-def diverges(losses: Sequence[float]) -> bool:
-    """Whether training losses say that a trial learns nothing any more: the newest are all far above the first.
+def has_diverged(losses: Sequence[float]) -> bool:
+    """Return whether a trial has diverged: all of the newest losses are far above the first.
 
-    A run that goes well falls; one whose learning rate is a little too high wavers about where it began. A loss is that
-    of one update, of few rows maybe, and of these one may be a hard one or wrongly labelled: so no newest one may be
-    low. The least of the first ones counts, as the first step may have thrown the others up already.
+    A loss is that of one step, with few rows, which may be hard or mislabeled; hence all newest losses must be high.
+    The reference is the minimum of the first losses, since the first step may have raised the others already.
+
     """
-    if len(losses) < FIRST + LAST:
+    if len(losses) < FIRST_LOSSES + NEWEST_LOSSES:
         return False
-    began = min(losses[:FIRST])
-    return min(losses[-LAST:]) > max(RISE * began, began + LEAST_RISE)
+    first_loss = min(losses[:FIRST_LOSSES])
+    return min(losses[-NEWEST_LOSSES:]) > max(MIN_RISE_FACTOR * first_loss, first_loss + MIN_RISE)
 
 
-class DivergenceWatch:
-    """Follows a trial's log, and freezes the trial as soon as it diverges."""
+class DivergenceDetector:
+    """Follows a trial's log and requests its stop when it diverges."""
 
     def __init__(self, run: Run):
-        self._run, self.why = run, ""
+        self._run, self.reason = run, ""
         self._losses: list[float] = []
-        for event in run.events("progress"):  # a search that was killed may have seen it, and not written it down
-            self._is_told_by(event)
+        for event in run.events("progress"):  # a killed search may not have logged it
+            self._detect(event)
 
     def __call__(self, event: dict[str, Any]) -> None:
-        if event["kind"] == "progress" and self._is_told_by(event):
-            stop_request.give(self._run, stop_request.DIVERGED)
+        if event["kind"] == "progress" and self._detect(event):
+            stop_request.request_stop(self._run, stop_request.DIVERGED)
 
-    def _is_told_by(self, event: dict[str, Any]) -> bool:
-        """Whether it is the first event by which the trial is seen to diverge."""
+    def _detect(self, event: dict[str, Any]) -> bool:
+        """Return whether the trial diverges with this event."""
         self._losses.append(event["loss"])
-        if self.why or not diverges(self._losses):
+        if self.reason or not has_diverged(self._losses):
             return False
-        began, now = min(self._losses[:FIRST]), min(self._losses[-LAST:])
-        self.why = f"the training loss rose from {began:.3g} to {now:.3g} and more by update {event['update']}"
+        first_loss, newest_loss = min(self._losses[:FIRST_LOSSES]), min(self._losses[-NEWEST_LOSSES:])
+        self.reason = (
+            f"the training loss rose from {first_loss:.3g} to {newest_loss:.3g} and more by step {event['step']}"
+        )
         return True

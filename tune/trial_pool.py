@@ -1,9 +1,10 @@
-"""The slots of a search: trials of Ray Tune, each a worker group that takes one order after another.
+"""The slots of a search: Ray Tune trials, each with a worker group that runs one assignment after another.
 
-Ray Tune gives a slot its process, and a new one where that dies, however often; its workers take their CPUs or GPUs by
-themselves. What is tried, and for how long, is decided in `search`: the driver puts orders into a slot's box, and the
-slot puts what they came to into a common one. A slot that is killed loses the order that it had in hand, and nothing
-else. Whether it is to be started again is judged here: a trial may be what kills it, and that is no fault of the slot.
+Ray Tune starts a slot's process, and restarts it after every death; its workers request their own CPUs or GPUs.
+`tune.search` decides the assignments: the driver puts them into a slot's mailbox, and the slots put outcomes into a
+common one. A killed slot loses its current assignment only. This module decides when a slot has died too often, since a
+trial may be the cause.
+
 """
 
 import itertools
@@ -27,201 +28,221 @@ from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.run_folder import Run
 from rtrain.runs import resource_leases, stop_request, worker_pool
 from tune import trainable
-from tune.trainable import Order, Outcome, Task
+from tune.trainable import Assignment, Outcome, SearchTask
 
-# A slot takes no CPU itself, since its workers take theirs. Tune refuses an empty bundle, so the slot takes a sliver of
-# the resource that marks the head node.
-RESOURCES = {"CPU": 0, ray_internals.HEAD_RESOURCE: 0.001}
-ANSWERS = "answers"
-LOSSES = 3
-"""How often an order may be lost with its slot before the trial counts as failed, and a slot may die without one, since
-it last did one, before the search ends."""
-LOOK_S = 1.0
-"""How soon a slot that is not started again is noticed."""
-IDLE_S = 30.0
-"""Seconds that a slot without an order keeps its workers; starting them again takes some ten."""
-END_S = 60.0
-"""Seconds that the slots have to end, once they are told to."""
+# A slot needs no CPU: its workers have theirs. Tune refuses an empty bundle, so slots reserve 0.001 of the head-node
+# resource.
+SLOT_RESOURCES = {"CPU": 0, ray_internals.HEAD_RESOURCE: 0.001}
+REPORTS_MAILBOX = "reports"
+MAX_LOSSES = 3
+"""Maximum losses of an assignment before its trial fails, and maximum deaths of an idle slot, since its last
+assignment, before the search ends."""
+POLL_INTERVAL_S = 1.0
+"""Seconds between two checks for ended slots."""
+IDLE_RELEASE_S = 30.0
+"""Seconds that an idle slot keeps its workers; their start takes about ten."""
+SHUTDOWN_TIMEOUT_S = 60.0
+"""Seconds for the slots to shut down."""
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What a slot tells: that it is up (no order), or what an order came to."""
+class SlotReport:
+    """Report of a slot: it has started (no assignment), or the outcomes of an assignment."""
 
     slot: int
-    box: str
-    """Where this process of the slot takes its orders."""
-    order: Order | None = None
+    mailbox: str
+    """Mailbox of this process of the slot."""
+    assignment: Assignment | None = None
     outcomes: tuple[Outcome, ...] = ()
 
 
-def number(config: Config, device: str) -> int:
-    """How many slots the cluster has room for, or as many as are asked for.
+def count_slots(config: Config, device: str) -> int:
+    """Return the number of slots: `tune.max_concurrent_trials`, or as many as fit on the cluster.
 
-    Raises `ConfigError` where so many workers and data tasks do not fit, with the nearest number that does.
+    Raises `ConfigError` if the requested number does not fit, with the largest number that fits.
+
     """
-    train, asked = config.recipe.train, config.deploy.tune.concurrent
-    needs = capacity.needs(config, device)
-    spare, room = needs.of(train.workers).data, capacity.most(device, needs.labels)
-    each = train.workers + spare if device == "cpu" else train.workers
-    fits = max(1, placement.runs(capacity.up(), capacity.may_start(), needs, train.workers))
-    if asked is None or asked <= fits:
-        return asked or fits
-    wanted = f"{asked} trials of {train.workers} workers need {asked * each} logical {capacity.NEEDS[device]}s"
-    with_data = f", {spare} a trial for data tasks" if device == "cpu" else ""
-    nearest = f"write {fits}, or {max(1, room // asked - (spare if device == 'cpu' else 0))} for train.workers"
-    reason = f"{wanted}{with_data}; the Ray cluster has {room}"
-    raise ConfigError([Problem("tune.concurrent", asked, reason, nearest, code="too_large")])
+    train, requested_slots = config.recipe.train, config.deploy.tune.max_concurrent_trials
+    needs = capacity.resource_request_from_config(config, device)
+    data_cpus, max_resources = (
+        needs.capacity_for(train.workers).data_cpus,
+        capacity.max_accelerators(device, needs.labels),
+    )
+    resources_per_trial = train.workers + data_cpus if device == "cpu" else train.workers
+    fitting_slots = max(
+        1, placement.max_concurrent_runs(capacity.live_nodes(), capacity.autoscaler_limits(), needs, train.workers)
+    )
+    if requested_slots is None or requested_slots <= fitting_slots:
+        return requested_slots or fitting_slots
+    demand_text = (
+        f"{requested_slots} trials of {train.workers} workers need {requested_slots * resources_per_trial} "
+        f"logical {capacity.WORKER_RESOURCE[device]}s"
+    )
+    data_clause = f", {data_cpus} per trial for data tasks" if device == "cpu" else ""
+    fix = (
+        f"write {fitting_slots}, or "
+        f"{max(1, max_resources // requested_slots - (data_cpus if device == 'cpu' else 0))} for train.workers"
+    )
+    reason = f"{demand_text}{data_clause}; the Ray cluster has {max_resources}"
+    raise ConfigError([Problem("tune.max_concurrent_trials", requested_slots, reason, fix, code="too_large")])
 
 
-def _slot(settings: dict[str, Any], office: Any, task: Task) -> None:
-    """The trainable of Ray Tune: do what is ordered until there is nothing more."""
+def _run_slot(settings: dict[str, Any], mailbox_server: Any, task: SearchTask) -> None:
+    """The trainable of Ray Tune: run assignments until the shutdown message."""
     slot = int(settings["slot"])
-    box = f"slot {slot} {time.time_ns()}"
-    workers = worker_pool.Kept(_folder(Run(task.search), slot), office)
-    ray.get(office.put.remote(ANSWERS, Answer(slot, box)))
+    mailbox = f"slot {slot} {time.time_ns()}"
+    workers = worker_pool.ReusableWorkerGroup(_slot_run(Run(task.search), slot), mailbox_server)
+    ray.get(mailbox_server.put.remote(REPORTS_MAILBOX, SlotReport(slot, mailbox)))
     try:
-        for taken in itertools.count():
-            order = _next(office.take.remote(box, taken), workers)
-            if order is None:
+        for message_number in itertools.count():
+            assignment = _next_assignment(mailbox_server.take.remote(mailbox, message_number), workers)
+            if assignment is None:
                 return
-            outcomes = trainable.run(order, task, workers)
-            ray.get(office.put.remote(ANSWERS, Answer(slot, box, order, tuple(outcomes))))
+            outcomes = trainable.run_assignment(assignment, task, workers)
+            ray.get(mailbox_server.put.remote(REPORTS_MAILBOX, SlotReport(slot, mailbox, assignment, tuple(outcomes))))
     finally:
-        workers.end()
+        workers.shut_down()
 
 
-def _next(taken: Any, workers: worker_pool.Kept) -> Order | None:
-    """The slot's next order. While there is none, its workers give their CPUs back: where a node is gone, another slot
-    may be waiting for just those."""
-    if not ray.wait([taken], timeout=IDLE_S)[0]:
-        workers.end()
-    order: Order | None = ray.get(taken)
-    return order
+def _next_assignment(pending_message: Any, workers: worker_pool.ReusableWorkerGroup) -> Assignment | None:
+    """Return the slot's next assignment. An idle slot releases its workers: after a lost node another slot may need
+    their CPUs."""
+    if not ray.wait([pending_message], timeout=IDLE_RELEASE_S)[0]:
+        workers.shut_down()
+    assignment: Assignment | None = ray.get(pending_message)
+    return assignment
 
 
-def _folder(search: Run, slot: int) -> Run:
-    return Run(search.ray / f"slot-{slot:02d}")
+def _slot_run(search: Run, slot: int) -> Run:
+    return Run(search.ray_storage / f"slot-{slot:02d}")
 
 
-class Deaths(ray.tune.Callback):
-    """What Ray Tune tells of slots whose process has died, by their numbers."""
+class SlotDeaths(ray.tune.Callback):
+    """Collects the deaths of slot processes that Ray Tune reports."""
 
     def __init__(self) -> None:
-        self.died: list[int] = []
-        """One entry for each death after which the slot is started again."""
-        self.ended: list[int] = []
-        """Those that are not: Tune does not try again what dies before it has begun."""
+        self.restarted_slots: list[int] = []
+        """An entry for each death after which Tune restarts the slot."""
+        self.ended_slots: list[int] = []
+        """Slots that Tune does not restart, since they died before their start."""
 
     def on_trial_recover(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.died.append(int(trial.config["slot"]))
+        self.restarted_slots.append(int(trial.config["slot"]))
 
     def on_trial_error(self, iteration: int, trials: list[Any], trial: Any, **info: Any) -> None:
-        self.ended.append(int(trial.config["slot"]))
+        self.ended_slots.append(int(trial.config["slot"]))
 
 
 @dataclass
-class Slots:
-    """The slots of a search that is running."""
+class SlotPool:
+    """The slots of a running search."""
 
     search: Run
-    office: Any
+    mailbox_server: Any
     tuner: threading.Thread
-    deaths: Deaths = field(default_factory=Deaths)
-    blameless: Counter[int] = field(default_factory=Counter)
-    """By slot: deaths since it last did an order or lost one, so that no trial is to blame for them."""
-    boxes: dict[int, str] = field(default_factory=dict)
-    """Where each slot that is up takes its orders."""
-    orders: dict[int, Order] = field(default_factory=dict)
-    """What each slot has in hand."""
-    answers: int = 0
-    """Answers that were read."""
+    deaths: SlotDeaths = field(default_factory=SlotDeaths)
+    idle_deaths: Counter[int] = field(default_factory=Counter)
+    """Deaths by slot since its last finished or lost assignment, which no trial has caused."""
+    mailboxes: dict[int, str] = field(default_factory=dict)
+    """Mailbox of each started slot."""
+    assignments: dict[int, Assignment] = field(default_factory=dict)
+    """Current assignment by slot."""
+    reports_read: int = 0
+    """Number of reports that were read."""
     error: Exception | None = None
-    asked: stop_request.Asked = field(default_factory=stop_request.Asked)
-    """Whether the search is to end, with what its trials have reached saved."""
+    stop_signal: stop_request.StopOnSignal = field(default_factory=stop_request.StopOnSignal)
+    """Requests the end of the search after its trials have saved checkpoints."""
 
     @property
-    def idle(self) -> list[int]:
-        return [] if self.asked.given else sorted(self.boxes.keys() - self.orders.keys())
+    def idle_slots(self) -> list[int]:
+        return [] if self.stop_signal.is_requested else sorted(self.mailboxes.keys() - self.assignments.keys())
 
-    def give(self, slot: int, order: Order) -> None:
-        self.orders[slot] = order
-        ray.get(self.office.put.remote(self.boxes[slot], order))
+    def assign(self, slot: int, assignment: Assignment) -> None:
+        self.assignments[slot] = assignment
+        ray.get(self.mailbox_server.put.remote(self.mailboxes[slot], assignment))
 
-    def wait(self, look: Callable[[], None] = lambda: None) -> tuple[Order | None, tuple[Outcome, ...] | None]:
-        """The next answer: (order, what it came to). (order, None): the slot died with the order in hand. (None, ()): a
-        slot is up. `look` is called about every `LOOK_S` until then.
+    def wait(self, on_poll: Callable[[], None] = lambda: None) -> tuple[Assignment | None, tuple[Outcome, ...] | None]:
+        """Wait for the next report and return (assignment, outcomes).
 
-        Raises `UserError` where a slot dies again and again without an order, and where no slot is left; `AskedToEnd`
-        where the search was asked to end and no order is in hand any more.
+        (assignment, None): the slot died with the assignment. (None, ()): a slot has started.
+
+        Args:
+            on_poll: called about every `POLL_INTERVAL_S`.
+
+        Raises:
+            UserError: a slot died too often without an assignment, or no slot is left.
+            StoppedByRequest: a stop was requested, and no assignment is left.
+
         """
-        waits = self.office.take.remote(ANSWERS, self.answers)
+        pending_report = self.mailbox_server.take.remote(REPORTS_MAILBOX, self.reports_read)
         while True:
-            look()
-            if self.asked.given:
-                self._give_notice()
-            ended = [slot for slot in self.deaths.ended if slot in self.boxes]
-            if ray.wait([waits], timeout=LOOK_S)[0]:
+            on_poll()
+            if self.stop_signal.is_requested:
+                self._request_stops()
+            ended_slots = [slot for slot in self.deaths.ended_slots if slot in self.mailboxes]
+            if ray.wait([pending_report], timeout=POLL_INTERVAL_S)[0]:
                 break
             if not self.tuner.is_alive():
-                text = f"Ray Tune has ended before the search: {self.error or 'no slot is left'}"
-                raise UserError(text, code="workers_lost")
+                message = f"Ray Tune has ended before the search: {self.error or 'no slot is left'}"
+                raise UserError(message, code="workers_lost")
             self._count_deaths()
-            for slot in ended:  # what they have answered before is read by now
-                del self.boxes[slot]
-                if (lost := self.orders.pop(slot, None)) is not None:
-                    return lost, None
-        answer: Answer = ray.get(waits)
-        self.answers += 1
+            for slot in ended_slots:  # their earlier reports are read by now
+                del self.mailboxes[slot]
+                if (lost_assignment := self.assignments.pop(slot, None)) is not None:
+                    return lost_assignment, None
+        report: SlotReport = ray.get(pending_report)
+        self.reports_read += 1
         self._count_deaths()
-        if answer.order is None:
-            lost = self.orders.pop(answer.slot, None)
-            self.boxes[answer.slot] = answer.box
-            if lost is not None:
-                self.blameless[answer.slot] = 0
-            return lost, () if lost is None else None
-        del self.orders[answer.slot]
-        self.blameless[answer.slot] = 0
-        return answer.order, answer.outcomes
+        if report.assignment is None:
+            lost_assignment = self.assignments.pop(report.slot, None)
+            self.mailboxes[report.slot] = report.mailbox
+            if lost_assignment is not None:
+                self.idle_deaths[report.slot] = 0
+            return lost_assignment, () if lost_assignment is None else None
+        del self.assignments[report.slot]
+        self.idle_deaths[report.slot] = 0
+        return report.assignment, report.outcomes
 
-    def _give_notice(self) -> None:
-        if not self.orders:
-            raise stop_request.AskedToEnd(f"{self.search} was asked to end; the same command with --resume goes on")
-        for order in self.orders.values():  # again and again: a trial that starts takes what was there before
-            with suppress(FileNotFoundError):  # it has no folder yet
-                stop_request.give(self.search.trial(order.trial), stop_request.ASKED)
+    def _request_stops(self) -> None:
+        if not self.assignments:
+            raise stop_request.StoppedByRequest(
+                f"{self.search} was stopped by a request. Continue it with the same command and --resume"
+            )
+        for assignment in self.assignments.values():  # repeated: a starting trial consumes earlier requests
+            with suppress(FileNotFoundError):  # the trial has no folder yet
+                stop_request.request_stop(self.search.trial(assignment.trial), stop_request.SIGNALED)
 
     def _count_deaths(self) -> None:
-        while self.deaths.died:
-            slot = self.deaths.died.pop(0)
-            self.blameless[slot] += 1
-            if self.blameless[slot] > LOSSES:
+        while self.deaths.restarted_slots:
+            slot = self.deaths.restarted_slots.pop(0)
+            self.idle_deaths[slot] += 1
+            if self.idle_deaths[slot] > MAX_LOSSES:
                 raise UserError(
-                    f"the process of slot {slot} died {self.blameless[slot]} times while it started or had nothing to "
-                    "do; the logs of Ray's workers say why. The same command with --resume goes on",
+                    f"the process of slot {slot} died {self.idle_deaths[slot]} times without an assignment; see the "
+                    "logs of Ray's workers. Continue with the same command and --resume",
                     code="workers_lost",
                 )
-            if slot not in self.orders:
-                self.boxes.pop(slot, None)  # nobody reads it any more
+            if slot not in self.assignments:
+                self.mailboxes.pop(slot, None)  # no process reads it
 
 
 @contextmanager
-def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
-    """Start so many slots. They end with the block, and at once where it raises."""
-    search, office, deaths = Run(task.search), worker_pool.post(), Deaths()
-    started = len(list(search.ray.iterdir())) if search.ray.is_dir() else 0
-    ending = search.folder / ".ending"
-    ending.unlink(missing_ok=True)
+def open_slots(config: Config, task: SearchTask, count: int) -> Iterator[SlotPool]:
+    """Start `count` slots. They shut down at the end of the block, and are killed if it raises."""
+    search, mailbox_server, deaths = Run(task.search), worker_pool.start_mailbox_server(), SlotDeaths()
+    attempt_number = len(list(search.ray_storage.iterdir())) if search.ray_storage.is_dir() else 0
+    stop_file = search.folder / ".stop_slots"
+    stop_file.unlink(missing_ok=True)
     tuner = ray.tune.Tuner(
-        ray.tune.with_resources(partial(_slot, office=office, task=task), RESOURCES),
+        ray.tune.with_resources(partial(_run_slot, mailbox_server=mailbox_server, task=task), SLOT_RESOURCES),
         param_space={"slot": ray.tune.grid_search(list(range(count)))},
         run_config=ray.tune.RunConfig(
-            # Each start has a new name. Under an old name Ray would unpickle its state of the last start.
-            name=f"tune-{started:03d}",
-            storage_path=str(search.ray),
+            # A new name per attempt: under an old name Ray would unpickle its last state.
+            name=f"tune-{attempt_number:03d}",
+            storage_path=str(search.ray_storage),
             failure_config=ray.tune.FailureConfig(max_failures=-1),
-            stop=_Told(ending),
-            callbacks=[ray_internals.silent_progress(), deaths],
+            stop=_StopWhenFileExists(stop_file),
+            callbacks=[ray_internals.make_silent_progress(), deaths],
             verbose=0,
         ),
     )
@@ -230,34 +251,34 @@ def opened(config: Config, task: Task, count: int) -> Iterator[Slots]:
         try:
             tuner.fit()
         except Exception as error:
-            slots.error = error
+            pool.error = error
 
-    slots = Slots(search, office, threading.Thread(target=fit, daemon=True, name="rtrain-tune"), deaths)
-    slots.tuner.start()
+    pool = SlotPool(search, mailbox_server, threading.Thread(target=fit, daemon=True, name="rtrain-tune"), deaths)
+    pool.tuner.start()
     try:
-        with slots.asked:
-            yield slots
-        for box in slots.boxes.values():
-            ray.get(office.put.remote(box, None))
-        slots.tuner.join(END_S)
+        with pool.stop_signal:
+            yield pool
+        for mailbox in pool.mailboxes.values():
+            ray.get(mailbox_server.put.remote(mailbox, None))
+        pool.tuner.join(SHUTDOWN_TIMEOUT_S)
     finally:
-        # Tune's thread must not be inside Ray's core when the session ends.
-        ending.touch()
-        slots.tuner.join(worker_pool.UNANSWERED_S)
-        ending.unlink(missing_ok=True)
+        # No thread may be inside Ray's core when the session ends.
+        stop_file.touch()
+        pool.tuner.join(worker_pool.RAY_SHUTDOWN_TIMEOUT_S)
+        stop_file.unlink(missing_ok=True)
         for slot in range(count):
-            resource_leases.release(_folder(search, slot))
-        ray.kill(office)
+            resource_leases.release_group(_slot_run(search, slot))
+        ray.kill(mailbox_server)
 
 
-class _Told(ray.tune.Stopper):
-    """Stops all trials of Ray Tune once a file is there."""
+class _StopWhenFileExists(ray.tune.Stopper):
+    """Stops all Ray Tune trials when a file exists."""
 
     def __init__(self, file: Path):
-        self._file = file
+        self._stop_file = file
 
     def __call__(self, trial_id: str, result: dict[str, Any]) -> bool:
         return False
 
     def stop_all(self) -> bool:
-        return self._file.exists()
+        return self._stop_file.exists()

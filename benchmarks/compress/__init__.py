@@ -1,1 +1,1 @@
-"""What a smaller model costs in score, bytes and time: `python -m benchmarks.compress`."""
+"""Score, size and latency of smaller models: `python -m benchmarks.compress`."""

@@ -1,13 +1,13 @@
-"""What a smaller model costs in score, bytes and time: `python -m benchmarks.compress [--json] DATA`.
+"""Score, size and latency of smaller models: `python -m benchmarks.compress [--json] DATA`.
 
 Every model is made by a command of rtrain in its own process, and stays in the folder of its name beside the results:
-one that is finished is not made again, and each part can be run alone.
+a finished model is not made again, and each part can be run alone.
 
 scores   student over teacher, and int8 over its float parent, on four sets: labels, questions, entities, essay scores
 served   bytes and score of the trimmed student, its word table in 4 bits and compressed, beside the whole int8 one
 beside   latency of the int8 student, beside its teacher in Transformers and the same student in other engines
 
-The figures are printed beside what they must reach (floor) and what they should (goal). `results` are written after
+The figures are printed with their floor and goal. `results` are written after
 each part. ONNX Runtime takes part where `onnx` and `onnxruntime` are installed.
 """
 
@@ -18,14 +18,14 @@ from pathlib import Path
 
 from benchmarks.compress import figures, parts
 from benchmarks.compress.making import SETS, Set, Work, job_of
-from benchmarks.results import Found, Keep, Results
+from benchmarks.results import Keep, PartResult, Results
 
-PARTS: dict[str, Callable[[Work, Sequence[Set], Keep], Found]] = {
+PARTS: dict[str, Callable[[Work, Sequence[Set], Keep], PartResult]] = {
     "scores": parts.scores,
     "served": parts.served,
-    "beside": parts.beside,
+    "beside": parts.compare_engines,
 }
-NAMES = {job_of(one).folder: one for one in SETS}
+NAMES = {job_of(dataset).folder: dataset for dataset in SETS}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,21 +39,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sets", action="append", choices=NAMES, help="a set; repeatable (default: all)")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/compress.json"), help="file of the results")
-    chosen = parser.parse_args(arguments)
-    if chosen.epochs < 1:
-        parser.error(f"--epochs {chosen.epochs}: write 1 or more")
-    return chosen
+    options = parser.parse_args(arguments)
+    if options.epochs < 1:
+        parser.error(f"--epochs {options.epochs}: write 1 or more")
+    return options
 
 
 def main() -> None:
-    chosen = parse()
-    given = {name: getattr(chosen, name) for name in ("epochs", "seed", "student")}
-    results = Results(chosen.out, **given)
-    work = Work(chosen.data.absolute(), results.folder, **{**given, "student": tuple(chosen.student)})
-    sets = [NAMES[one] for one in chosen.sets or NAMES]
-    for name in chosen.only or PARTS:
+    options = parse()
+    values = {name: getattr(options, name) for name in ("epochs", "seed", "student")}
+    results = Results(options.out, **values)
+    work = Work(options.data.absolute(), results.folder, **{**values, "student": tuple(options.student)})
+    sets = [NAMES[name] for name in options.sets or NAMES]
+    for name in options.only or PARTS:
         results.measure(name, partial(PARTS[name], work, sets))
-    if chosen.json:
+    if options.json:
         print(results)
     else:
         print(figures.table(results.parts))

@@ -1,4 +1,4 @@
-"""The figures of `benchmarks.compress` by name, beside what they must reach and what they should. Pure."""
+"""Figures of `benchmarks.compress` by name, with floor and goal. Pure."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -38,15 +38,15 @@ class Figure(NamedTuple):
     value: float
 
 
-def found(results: Mapping[str, Any]) -> Iterator[Figure]:
+def iter_figures(results: Mapping[str, Any]) -> Iterator[Figure]:
     """Each figure with an aim that the parts have measured."""
     for part in results.values():
-        yield from _of(part, "")
-        for set_name, own in part.get("sets", {}).items():
-            yield from _of(own, set_name)
+        yield from _set_figures(part, "")
+        for set_name, values in part.get("sets", {}).items():
+            yield from _set_figures(values, set_name)
 
 
-def _of(values: Mapping[str, Any], set_name: str) -> Iterator[Figure]:
+def _set_figures(values: Mapping[str, Any], set_name: str) -> Iterator[Figure]:
     for name, value in values.items():
         if name in AIMS and isinstance(value, int | float):
             yield Figure(name, set_name, float(value))
@@ -55,10 +55,10 @@ def _of(values: Mapping[str, Any], set_name: str) -> Iterator[Figure]:
 def table(results: Mapping[str, Any]) -> str:
     """Markdown: each figure beside floor and goal, and which of them it has reached."""
     lines = ["| figure | set | measured | floor | goal | reached |", "|---|---|---|---|---|---|"]
-    for one in sorted(found(results), key=lambda one: list(AIMS).index(one.name)):
-        aim = AIMS[one.name]
-        shown = " | ".join(f"{value:.4g} {aim.unit}".strip() for value in (one.value, aim.floor, aim.goal))
-        lines.append(f"| `{one.name}` | {one.set} | {shown} | {aim.word(one.value)} |")
+    for figure_row in sorted(iter_figures(results), key=lambda figure: list(AIMS).index(figure.name)):
+        aim = AIMS[figure_row.name]
+        shown = " | ".join(f"{value:.4g} {aim.unit}".strip() for value in (figure_row.value, aim.floor, aim.goal))
+        lines.append(f"| `{figure_row.name}` | {figure_row.set} | {shown} | {aim.word(figure_row.value)} |")
     return "\n".join(lines)
 
 
@@ -67,9 +67,9 @@ def engines(part: Mapping[str, Any]) -> str:
     batches = list(part["batches"])
     heads = [f"ms, batch {batch}: {kind}" for batch in batches for kind in ("median", "least")]
     lines = [f"| engine | score ratio | MB | {' | '.join(heads)} |", "|---|---|---|" + "---|" * len(heads)]
-    for name, own in part["engines"].items():
-        ratio = "" if own.get("score_ratio") is None else f"{own['score_ratio']:.4f}"
-        size = "" if own.get("mb") is None else f"{own['mb']:.1f}"
+    for name, engine in part["engines"].items():
+        ratio = "" if engine.get("score_ratio") is None else f"{engine['score_ratio']:.4f}"
+        size = "" if engine.get("mb") is None else f"{engine['mb']:.1f}"
         times = [f"{part['batches'][batch][kind][name]:.2f}" for batch in batches for kind in ("ms", "least_ms")]
         lines.append(f"| {name} | {ratio} | {size} | {' | '.join(times)} |")
     return "\n".join(lines)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rtrain.evaluation.latency import interval
+from rtrain.evaluation.latency import median_interval
 
 WARM = 3
 """Calls of a side that begin its turn and are not counted: they fetch the weights that the others' have replaced."""
@@ -19,8 +19,8 @@ class Times:
 
     medians: list[float] = field(default_factory=list)
     """One for each round."""
-    least: float = math.inf
-    """The least of all calls: what the others on a busy machine have not taken away."""
+    minimum: float = math.inf
+    """Minimum over all calls: the call with the least disturbance on a busy machine."""
 
 
 def rounds(
@@ -30,15 +30,15 @@ def rounds(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Times]:
     """The times of each side. Whoever begins changes from round to round."""
-    found = {name: Times() for name in sides}
+    times = {name: Times() for name in sides}
     names = list(sides)
     for turn in range(number):
         at = turn % len(names)
         for name in names[at:] + names[:at]:
-            own = _timed(sides[name], calls, clock)
-            found[name].medians.append(statistics.median(own))
-            found[name].least = min(found[name].least, *own)
-    return found
+            timings = _timed(sides[name], calls, clock)
+            times[name].medians.append(statistics.median(timings))
+            times[name].minimum = min(times[name].minimum, *timings)
+    return times
 
 
 def _timed(ask: Callable[[], object], calls: int, clock: Callable[[], float]) -> list[float]:
@@ -51,17 +51,17 @@ def _timed(ask: Callable[[], object], calls: int, clock: Callable[[], float]) ->
     return times
 
 
-def figures(times: Mapping[str, Times], of: str, over: str) -> dict[str, Any]:
+def figures(times: Mapping[str, Times], side: str, over: str) -> dict[str, Any]:
     """`ratio`: how many times as fast as the side `over` the side `of` is, the median over rounds with its interval,
     and by the least times of both; and the milliseconds of every side, median and least."""
-    ratios = [slow / fast for slow, fast in zip(times[over].medians, times[of].medians, strict=True)]
-    low, high = interval(ratios)
+    ratios = [slow / fast for slow, fast in zip(times[over].medians, times[side].medians, strict=True)]
+    low, high = median_interval(ratios)
     return {
         "ratio": statistics.median(ratios),
         "low": low,
         "high": high,
-        "ratio_of_least": times[over].least / times[of].least,
+        "ratio_of_least": times[over].minimum / times[side].minimum,
         "rounds": len(ratios),
-        "ms": {name: statistics.median(own.medians) for name, own in times.items()},
-        "least_ms": {name: own.least for name, own in times.items()},
+        "ms": {name: statistics.median(side_times.medians) for name, side_times in times.items()},
+        "least_ms": {name: side_times.minimum for name, side_times in times.items()},
     }

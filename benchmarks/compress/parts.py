@@ -11,7 +11,7 @@ from benchmarks.compress.making import BANKING, Set, Work
 from benchmarks.compress.rivals import Answer, Inputs
 from benchmarks.results import Keep
 from rtrain.compress import quantize
-from rtrain.core.ragged import Encoded, Floats, Tokens, Window, pack, padded
+from rtrain.core.ragged import EncodedRow, Floats, TokenBatch, TokenWindow, collate, pad_batch
 from rtrain.core.run_folder import Run
 from rtrain.data.store.store import Store
 from rtrain.inference import artifact, score
@@ -30,16 +30,16 @@ CALIBRATION_ROWS = 256
 def scores(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
     """For each set, the student's score over its teacher's, and the int8 student's over its float parent's."""
     done: dict[str, Any] = {}
-    for one in sets:
-        teacher, student = (making.score(make(work, one), one) for make in (making.teacher, making.student))
-        small = making.int8(work, one)
-        done[one.job] = {
-            "score": one.score,
+    for dataset in sets:
+        teacher, student = (making.score(make(work, dataset), dataset) for make in (making.teacher, making.student))
+        small = making.int8(work, dataset)
+        done[dataset.job] = {
+            "score": dataset.score,
             "teacher": teacher,
             "student": student,
-            "int8": making.score_of(small, one),
+            "int8": making.score_of(small, dataset),
             "student_score_ratio": student / teacher,
-            "int8_score_ratio": making.score_of(small, one) / student,
+            "int8_score_ratio": making.score_of(small, dataset) / student,
             "mb": making.megabytes(small),
         }
         keep({"sets": done})
@@ -50,18 +50,18 @@ def served(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
     """For each set, bytes and score of the student whose vocabulary was trimmed before it was trained, in int8 and as
     small as it can be, beside those of the int8 one that has the whole vocabulary."""
     done: dict[str, Any] = {}
-    for one in sets:
-        small, whole = making.int8(work, one, trimmed=True, smallest=True), making.int8(work, one)
-        plain = making.int8(work, one, trimmed=True)
-        done[one.job] = {
-            "score": one.score,
-            "trimmed": making.score_of(small, one),
-            "untrimmed": making.score_of(whole, one),
-            "int8": {"score": making.score_of(plain, one), "mb": making.megabytes(plain)},
+    for dataset in sets:
+        small, untrimmed = making.int8(work, dataset, trimmed=True, smallest=True), making.int8(work, dataset)
+        plain = making.int8(work, dataset, trimmed=True)
+        done[dataset.job] = {
+            "score": dataset.score,
+            "trimmed": making.score_of(small, dataset),
+            "untrimmed": making.score_of(untrimmed, dataset),
+            "int8": {"score": making.score_of(plain, dataset), "mb": making.megabytes(plain)},
             "settings": making.SMALLEST,
             "served_mb": making.megabytes(small),
-            "untrimmed_mb": making.megabytes(whole),
-            "trimmed_score_ratio": making.score_of(small, one) / making.score_of(whole, one),
+            "untrimmed_mb": making.megabytes(untrimmed),
+            "trimmed_score_ratio": making.score_of(small, dataset) / making.score_of(untrimmed, dataset),
         }
         keep({"sets": done})
     return {"sets": done}
@@ -71,10 +71,10 @@ def served(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
 
 
 class Borrowed(Predictor):
-    """An artefact's tokens and head, answered by another engine."""
+    """An artifact's tokens and head, answered by another engine."""
 
-    def __init__(self, folder: Path, made: Artifact, answer: Answer):
-        super().__init__(folder, made, threads=1)
+    def __init__(self, folder: Path, model_artifact: Artifact, answer: Answer):
+        super().__init__(folder, model_artifact, threads=1)
         self._engine = _Engine(answer)
 
 
@@ -86,36 +86,42 @@ class _Engine:
         return self._answer(inputs)
 
 
-def beside(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
+def compare_engines(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
     """banking77's int8 student beside its teacher in Transformers, and beside the same float student in other engines:
     latency of rows of 32 tokens on one thread, scores on the same test rows, and megabytes."""
     student = making.student(work, BANKING)
     small = making.int8(work, BANKING)
-    store = Store(quantize.store_of(student.folder))
-    made = artifact.read(student.artifact)
-    own = Predictor.load(small, threads=1)
-    others, sizes, absent = _others(work, student, store)
+    store = Store(quantize.find_token_store(student.folder))
+    model_artifact = artifact.read_artifact(student.artifact)
+    predictor = Predictor.load(small, threads=1)
+    rival_answers, sizes, absent = _load_rivals(work, student, store)
     teacher = Predictor.load(making.teacher(work, BANKING).artifact, threads=1)
-    others["hf_teacher"] = rivals.torch_float(teacher.network[0])
-    found: dict[str, Any] = {}
+    rival_answers["hf_teacher"] = rivals.torch_float(teacher.network[0])
+    results: dict[str, Any] = {}
     for rows in BATCHES:
-        tokens = _of_equal_length(store, own, rows)
-        asked = padded(tokens, own.pad_id)
-        sides = {"ours": _asks_ours(own, tokens), **{name: _asks(answer, asked) for name, answer in others.items()}}
-        found[str(rows)] = latency.figures(latency.rounds(sides, ROUNDS, CALLS), "ours", "hf_teacher")
-        keep({"batches": found})
+        tokens = _of_equal_length(store, predictor, rows)
+        inputs = pad_batch(tokens, predictor.pad_id)
+        sides = {
+            "ours": _asks_ours(predictor, tokens),
+            **{name: _asks(answer, inputs) for name, answer in rival_answers.items()},
+        }
+        results[str(rows)] = latency.figures(latency.rounds(sides, ROUNDS, CALLS), "ours", "hf_teacher")
+        keep({"batches": results})
     parent = making.score(student, BANKING)
-    told: dict[str, dict[str, Any]] = {"ours": {"score": making.score_of(small, BANKING)}}
-    told["ours"]["mb"] = artifact.size_mb(small, own.artifact.engine)
-    for name, answer in others.items():
+    engines: dict[str, dict[str, Any]] = {"ours": {"score": making.score_of(small, BANKING)}}
+    engines["ours"]["mb"] = artifact.model_size_mb(small, predictor.artifact.engine)
+    for name, answer in rival_answers.items():
         if name != "hf_teacher":
-            told[name] = {"score": _score(Borrowed(student.artifact, made, answer), store), "mb": sizes.get(name)}
-    for each in told.values():
-        each["score_ratio"] = each["score"] / parent
+            engines[name] = {
+                "score": _score(Borrowed(student.artifact, model_artifact, answer), store),
+                "mb": sizes.get(name),
+            }
+    for engine in engines.values():
+        engine["score_ratio"] = engine["score"] / parent
     return {
-        **{f"latency_vs_hf_b{rows}": 1 / found[str(rows)]["ratio"] for rows in BATCHES},
-        "batches": found,
-        "engines": {**told, "hf_teacher": {"score": making.score(making.teacher(work, BANKING), BANKING)}},
+        **{f"latency_vs_hf_b{rows}": 1 / results[str(rows)]["ratio"] for rows in BATCHES},
+        "batches": results,
+        "engines": {**engines, "hf_teacher": {"score": making.score(making.teacher(work, BANKING), BANKING)}},
         "absent": absent,
         "tokens": TOKENS,
         "rounds": ROUNDS,
@@ -123,11 +129,11 @@ def beside(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
     }
 
 
-def _others(work: Work, student: Run, store: Store) -> tuple[dict[str, Answer], dict[str, float], str]:
-    """(the float student in each engine, megabytes of those that have a file, why some are absent)"""
+def _load_rivals(work: Work, student: Run, store: Store) -> tuple[dict[str, Answer], dict[str, float], str]:
+    """Answers of the float student in each engine, file sizes in MB, and reasons for missing engines."""
     network = Predictor.load(student.artifact, threads=1).network[0]
-    samples = _samples(store, Predictor(student.artifact, artifact.read(student.artifact), 1).pad_id)
-    found = {
+    samples = _samples(store, Predictor(student.artifact, artifact.read_artifact(student.artifact), 1).pad_id)
+    answers = {
         "torch": rivals.torch_float(network),
         "torch_dynamic_int8": rivals.torch_dynamic(network),
         "openvino": rivals.openvino_float(network, samples[0]),
@@ -138,33 +144,33 @@ def _others(work: Work, student: Run, store: Store) -> tuple[dict[str, Answer], 
     try:
         plain = rivals.onnx_graph(network, samples[0], folder / "student.onnx")
     except rivals.Absent as error:
-        return found, {}, f"ONNX Runtime: {error}"
+        return answers, {}, f"ONNX Runtime: {error}"
     paths = {
         "onnxruntime": plain,
         "onnxruntime_dynamic_int8": rivals.onnx_dynamic(plain),
         "onnxruntime_static_int8": rivals.onnx_static(plain, samples),
     }
-    found |= {name: rivals.onnx(path) for name, path in paths.items()}
-    return found, {name: path.stat().st_size / 1e6 for name, path in paths.items()}, ""
+    answers |= {name: rivals.onnx(path) for name, path in paths.items()}
+    return answers, {name: path.stat().st_size / 1e6 for name, path in paths.items()}, ""
 
 
 def _samples(store: Store, pad_id: int) -> list[Inputs]:
     """Single training rows, evenly spread: what `rtrain quantize` measures scales on."""
-    places = np.unique(np.linspace(0, store.rows("train") - 1, CALIBRATION_ROWS).astype(np.int64))
-    return [padded(store.read("train", np.array([place])), pad_id) for place in places]
+    places = np.unique(np.linspace(0, store.num_rows("train") - 1, CALIBRATION_ROWS).astype(np.int64))
+    return [pad_batch(store.read_tokens("train", np.array([place])), pad_id) for place in places]
 
 
-def _of_equal_length(store: Store, predictor: Predictor, rows: int) -> Tokens:
+def _of_equal_length(store: Store, predictor: Predictor, rows: int) -> TokenBatch:
     """Rows of `TOKENS` tokens each, made of the first test rows'."""
-    read = store.read("test", np.arange(min(store.rows("test"), 40 * rows)))
-    first, last = int(read.ids[0]), int(read.ids[int(read.lengths[0]) - 1])
+    read = store.read_tokens("test", np.arange(min(store.num_rows("test"), 40 * rows)))
+    first, last = int(read.ids[0]), int(read.ids[int(read.window_lengths[0]) - 1])
     words = [int(number) for number in read.ids if number not in (first, last)]
     inner = TOKENS - 2
-    made = [[first, *words[inner * row : inner * (row + 1)], last] for row in range(rows)]
-    return pack([Encoded(ids, [Window(TOKENS, TOKENS)], False, [(0, 0)] * TOKENS) for ids in made])
+    model_artifact = [[first, *words[inner * row : inner * (row + 1)], last] for row in range(rows)]
+    return collate([EncodedRow(ids, [TokenWindow(TOKENS, TOKENS)], False, [(0, 0)] * TOKENS) for ids in model_artifact])
 
 
-def _asks_ours(predictor: Predictor, tokens: Tokens) -> Callable[[], object]:
+def _asks_ours(predictor: Predictor, tokens: TokenBatch) -> Callable[[], object]:
     return lambda: predictor.run_tokens(tokens)
 
 
@@ -173,5 +179,5 @@ def _asks(answer: Answer, inputs: Inputs) -> Callable[[], object]:
 
 
 def _score(predictor: Predictor, store: Store) -> float:
-    answered = score.on_split(predictor, store, "test", np.arange(store.rows("test")))
-    return float(score.scores(predictor, answered, store)[BANKING.score])
+    answered = score.predict_split(predictor, store, "test", np.arange(store.num_rows("test")))
+    return float(score.compute_scores(predictor, answered, store)[BANKING.score])

@@ -1,7 +1,4 @@
-"""The same float student in other engines, as their own documentation has it: each answers padded inputs.
-
-None is tuned beyond what its manual's first page on the subject says; each has one thread, as ours has.
-"""
+"""The float student in other engines, set up by their documentation. Each answers padded inputs."""
 
 import contextlib
 import io
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.compress.exporters.base import unreported
+from rtrain.compress.exporters.base import disable_telemetry
 
 if TYPE_CHECKING:
     import transformers
@@ -29,7 +26,7 @@ class Absent(Exception):
 
 
 def torch_float(network: "transformers.PreTrainedModel") -> Answer:
-    """Transformers, as it comes."""
+    """Transformers with default settings."""
     import torch
 
     torch.set_num_threads(1)
@@ -61,19 +58,19 @@ def openvino_float(network: "transformers.PreTrainedModel", example: Inputs) -> 
 
 def openvino_int8(network: "transformers.PreTrainedModel", example: Inputs, samples: Sequence[Inputs]) -> Answer:
     """NNCF's post-training quantization with its defaults, compiled without hints."""
-    unreported()
+    disable_telemetry()
     import nncf
 
     with contextlib.redirect_stdout(io.StringIO()):
-        rows = nncf.Dataset([dict(one) for one in samples])
+        rows = nncf.Dataset([dict(sample) for sample in samples])
         return _compiled(nncf.quantize(_converted(network, example), rows, subset_size=len(samples)))
 
 
 def _converted(network: Any, example: Inputs) -> Any:
-    unreported()
+    disable_telemetry()
     import openvino
     import torch
-    from openvino.tools.ovc import convert_model  # `openvino` lacks it where an artefact was answered before
+    from openvino.tools.ovc import convert_model  # `openvino` lacks it where an artifact was answered before
 
     tensors = {name: torch.from_numpy(example[name]) for name in NAMES}
     shapes = [(name, openvino.PartialShape([-1, -1])) for name in NAMES]
@@ -108,7 +105,7 @@ def onnx_graph(network: "transformers.PreTrainedModel", example: Inputs, path: P
     tensors = tuple(torch.from_numpy(example[name]) for name in NAMES)
     axes = {name: {0: "rows", 1: "tokens"} for name in NAMES}
 
-    class Named(torch.nn.Module):
+    class NamedInputs(torch.nn.Module):
         """The exporter hands inputs over by place."""
 
         def __init__(self) -> None:
@@ -123,7 +120,7 @@ def onnx_graph(network: "transformers.PreTrainedModel", example: Inputs, path: P
     with torch.inference_mode(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.onnx.export(
-            Named().eval(),
+            NamedInputs().eval(),
             tensors,
             str(path),
             input_names=list(NAMES),
@@ -167,7 +164,7 @@ def onnx(path: Path) -> Answer:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads, options.log_severity_level = 1, 3
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-    names = [one.name for one in session.get_inputs()]
+    names = [graph_input.name for graph_input in session.get_inputs()]
 
     def answer(inputs: Inputs) -> npt.NDArray[np.float32]:
         return _stacked(session.run(None, {name: inputs[name] for name in names}))
@@ -182,5 +179,5 @@ def _logits(output: Any) -> npt.NDArray[np.float32]:
 
 def _stacked(parts: Sequence[Any]) -> npt.NDArray[np.float32]:
     """As `rtrain.inference.predictor.Engine.logits`: of a span model start and end are the last axis of one array."""
-    found: npt.NDArray[np.float32] = parts[0] if len(parts) == 1 else np.stack(parts, axis=-1)
-    return found
+    logits: npt.NDArray[np.float32] = parts[0] if len(parts) == 1 else np.stack(parts, axis=-1)
+    return logits

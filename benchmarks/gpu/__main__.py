@@ -19,6 +19,7 @@ resume   whether a run killed at update 20 of 40 resumes bit for bit; if not, wh
          says
 speed    tokens a second and share of the peak, side by side with HF Trainer, both at their largest pass
 memory   the peak of a pass against its forecast, and what recomputation costs
+local    local attention by flash attention: errors, and speed beside padded chunks and full attention
 serving_peers  texts a second by clients in flight, beside sentence-transformers in half precision
 
 Without a GPU all of this runs at a tiny size, as a test of itself.
@@ -42,7 +43,7 @@ from benchmarks.gpu import prepare, report
 from benchmarks.gpu.bench import Bench, run_section
 
 FOLDER = Path(".gpu")
-SECTIONS = ("right", "resume", "speed", "memory", "serving_peers")
+SECTIONS = ("right", "resume", "speed", "memory", "local", "serving_peers")
 """Most important first. Each is a module here with a function `run`."""
 
 
@@ -57,10 +58,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, help="length of a timed stretch; default 3, and less without a GPU")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/gpu.json"), help="file of the results")
     parser.add_argument("--only", action="append", choices=SECTIONS, help="a section; repeatable (default: all)")
-    chosen = parser.parse_args(arguments)
-    if not chosen.prepare and not (chosen.folder / "texts.json").is_file():
-        parser.error(f"{chosen.folder} is not what --prepare makes; write --prepare DATA {chosen.folder} first")
-    return chosen
+    options = parser.parse_args(arguments)
+    if not options.prepare and not (options.folder / "texts.json").is_file():
+        parser.error(f"{options.folder} is not what --prepare makes; write --prepare DATA {options.folder} first")
+    return options
 
 
 def say(text: str) -> None:
@@ -69,7 +70,7 @@ def say(text: str) -> None:
 
 def measure(name: str, bench: Bench) -> dict[str, Any]:
     """The lines of a section, which runs in its own process until it is done or its time is over."""
-    begun, lines = time.monotonic(), bench.scratch / f"{name}.jsonl"
+    started_at, lines = time.monotonic(), bench.scratch / f"{name}.jsonl"
     lines.unlink(missing_ok=True)
     process = multiprocessing.get_context("spawn").Process(
         target=run_section, args=(name, replace(bench, report=report.Report(lines, name)))
@@ -83,32 +84,32 @@ def measure(name: str, bench: Bench) -> dict[str, Any]:
             os.killpg(process.pid or 0, signal.SIGKILL)
         process.kill()
         process.join()
-    return {"status": status, "seconds": round(time.monotonic() - begun, 1), "lines": report.lines(lines)}
+    return {"status": status, "seconds": round(time.monotonic() - started_at, 1), "lines": report.lines(lines)}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    chosen = parse(arguments)
-    if chosen.prepare:
-        sizes = prepare.prepare(chosen.prepare, chosen.folder, chosen.model)
-        print(f"{chosen.folder}: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items()))
+    options = parse(arguments)
+    if options.prepare:
+        sizes = prepare.prepare(options.prepare, options.folder, options.model)
+        print(f"{options.folder}: " + ", ".join(f"{name} {size / 1e6:.1f} MB" for name, size in sizes.items()))
         return
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the section ends too
     os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")  # HF Trainer would take all GPUs
-    out, folder = chosen.out.absolute(), chosen.folder.absolute()
+    out, folder = options.out.absolute(), options.folder.absolute()
     scratch = out.parent / f"{out.stem}-work"
     scratch.mkdir(parents=True, exist_ok=True)
     prepare.widened(folder / "model", scratch / "model")
-    bench = Bench(folder, scratch / "model", scratch, chosen.seconds, time.monotonic() + 60 * chosen.minutes)
+    bench = Bench(folder, scratch / "model", scratch, options.seconds, time.monotonic() + 60 * options.minutes)
     about = {"measured": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "machine": platform.platform()}
     document: dict[str, Any] = {"about": about, "sections": {}}
     for name in SECTIONS:
-        if name in (chosen.only or SECTIONS):
+        if name in (options.only or SECTIONS):
             document["sections"][name] = section = measure(name, bench)
             out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
             say(f"{name}: {section['status']}, {section['seconds']:.0f} s, {len(section['lines'])} lines")
-    print(report.table(document), file=sys.stderr if chosen.json else sys.stdout)
-    if chosen.json:
+    print(report.table(document), file=sys.stderr if options.json else sys.stdout)
+    if options.json:
         print(json.dumps(document))
 
 

@@ -17,12 +17,12 @@ from benchmarks.gpu.report import Report
 if TYPE_CHECKING:
     import torch
 
-    from rtrain.core.ragged import Tokens
+    from rtrain.core.ragged import TokenBatch
     from rtrain.data.store.store import Store
 
 LABELS = tuple("abcdefgh")
 """Labels of texts that are trained on only to measure the time."""
-CARRIED = "minilm"
+MODEL_NAME = "minilm"
 """The model that the folder of the data holds; other models have random weights."""
 PEAKS = {
     **{"B200": 2250e12, "H200": 989e12, "H100 PCIe": 756e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12},
@@ -40,10 +40,10 @@ class Size:
     """BERT's shape by the model's name; None for the carried model, which has its own."""
     long: int
     """Tokens of each text where all texts are equally long."""
-    tokens_per_update: int
-    rows_per_update: int
+    tokens_per_step: int
+    global_batch_size: int
     """Rows of an update at most."""
-    largest_pass: int
+    max_micro_batch_tokens: int
     """Tokens beyond which no larger pass is tried."""
     seconds: float
     """Length of a timed stretch, which is about so many seconds."""
@@ -60,22 +60,22 @@ def _shape(hidden: int, layers: int, heads: int) -> dict[str, int]:
 
 
 FULL = Size(
-    models={CARRIED: None, "bert-base": _shape(768, 12, 12), "bert-large": _shape(1024, 24, 16)},
+    models={MODEL_NAME: None, "bert-base": _shape(768, 12, 12), "bert-large": _shape(1024, 24, 16)},
     long=512,
-    tokens_per_update=1 << 17,
-    rows_per_update=1024,
-    largest_pass=1 << 17,
+    tokens_per_step=1 << 17,
+    global_batch_size=1024,
+    max_micro_batch_tokens=1 << 17,
     seconds=3.0,
     rounds=3,
     cells=7,
     product=8192,
 )
 TINY = Size(
-    models={CARRIED: None, "bert-base": _shape(32, 2, 2), "bert-large": _shape(48, 3, 3)},
+    models={MODEL_NAME: None, "bert-base": _shape(32, 2, 2), "bert-large": _shape(48, 3, 3)},
     long=128,
-    tokens_per_update=1 << 10,
-    rows_per_update=32,
-    largest_pass=1 << 9,
+    tokens_per_step=1 << 10,
+    global_batch_size=32,
+    max_micro_batch_tokens=1 << 9,
     seconds=0.02,
     rounds=2,
     cells=1,
@@ -125,7 +125,7 @@ class Bench:
         """The precision that `auto` chooses on this device."""
         from rtrain.models import precision
 
-        return precision.resolve("auto", precision.of(self.device))
+        return precision.resolve_precision("auto", precision.device_formats(self.device))
 
     def store(self, name: str) -> "Store":
         from rtrain.data.store.store import open_store
@@ -183,22 +183,24 @@ def network(
     """A classifier as rtrain trains it, on the device. A GPU takes its fastest kernel if attention has no dropout."""
     import torch
 
-    from rtrain.config import Model
+    from rtrain.config import ModelConfig
     from rtrain.models import builder, unpadded
     from rtrain.tasks import base
 
     torch.manual_seed(seed)
     if bench.size.models[name] is None:
-        chosen = Model(attention_dropout=attention_dropout, pooling="own")
-        made: Any = builder.build(bench.model, base.get("classification"), labels, seed, chosen, pack)
+        model_config = ModelConfig(attention_dropout=attention_dropout, pooling="own")
+        network: Any = builder.build_network(
+            bench.model, base.get_task("classification"), labels, seed, model_config, pack
+        )
     else:
-        made = _random(bench, name, attention_dropout, labels)
-        if pack and unpadded.supports(made):
-            unpadded.enable(made, "first")
+        network = _random(bench, name, attention_dropout, labels)
+        if pack and unpadded.supports_packing(network):
+            unpadded.enable_packing(network, "first")
     if recompute:
-        builder.keep_inputs_alone(made)
-    builder.place(made, bench.device)
-    return made
+        builder.enable_activation_checkpointing(network)
+    builder.move_to_device(network, bench.device)
+    return network
 
 
 def plain_network(bench: Bench, name: str, attention: str, labels: tuple[str, ...] = LABELS) -> Any:
@@ -208,7 +210,7 @@ def plain_network(bench: Bench, name: str, attention: str, labels: tuple[str, ..
 
     torch.manual_seed(0)
     if bench.size.models[name] is None:
-        made: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
+        network: Any = transformers.AutoModelForSequenceClassification.from_pretrained(
             bench.model,
             trust_remote_code=False,
             num_labels=len(labels),
@@ -218,22 +220,22 @@ def plain_network(bench: Bench, name: str, attention: str, labels: tuple[str, ..
             local_files_only=True,
         )
     else:
-        made = _random(bench, name, 0.0, labels)
-        made.set_attn_implementation(attention)
-    return made.to(bench.device)
+        network = _random(bench, name, 0.0, labels)
+        network.set_attn_implementation(attention)
+    return network.to(bench.device)
 
 
 def _random(bench: Bench, name: str, attention_dropout: float | None, labels: tuple[str, ...]) -> Any:
     import torch
     import transformers
 
-    carried = transformers.AutoConfig.from_pretrained(bench.model, local_files_only=True, trust_remote_code=False)
+    base_config = transformers.AutoConfig.from_pretrained(bench.model, local_files_only=True, trust_remote_code=False)
     settings: dict[str, Any] = {"num_labels": len(labels), **(bench.size.models[name] or {})}
     config = transformers.BertConfig(
         **settings,
-        vocab_size=carried.vocab_size,
-        max_position_embeddings=max(bench.size.long, carried.max_position_embeddings),
-        pad_token_id=carried.pad_token_id,
+        vocab_size=base_config.vocab_size,
+        max_position_embeddings=max(bench.size.long, base_config.max_position_embeddings),
+        pad_token_id=base_config.pad_token_id,
         attention_probs_dropout_prob=0.1 if attention_dropout is None else attention_dropout,
     )
     with torch.device(bench.device):
@@ -243,10 +245,9 @@ def _random(bench: Bench, name: str, attention_dropout: float | None, labels: tu
 # ------------------------------------------------------------------------------------------------------------- texts
 
 
-def texts(bench: Bench, name: str, rows: int = 4000) -> "Tokens":
-    """Texts with one window a row: those of a store as they are, or `long` ones of equal length. Labels are
-    arbitrary."""
-    from rtrain.core.ragged import single
+def texts(bench: Bench, name: str, rows: int = 4000) -> "TokenBatch":
+    """Texts with one window per row: those of a store, or `long` texts of equal length. Labels are arbitrary."""
+    from rtrain.core.ragged import single_window_batch
 
     draw = np.random.default_rng(0)
     if name == "long":
@@ -257,10 +258,10 @@ def texts(bench: Bench, name: str, rows: int = 4000) -> "Tokens":
         second = lengths
     else:
         store = bench.store(name)
-        found = store.read("train", np.arange(min(rows, store.rows("train"))))
-        ids, lengths, second = found.ids, found.lengths, found.second
+        tokens = store.read_tokens("train", np.arange(min(rows, store.num_rows("train"))))
+        ids, lengths, second = tokens.ids, tokens.window_lengths, tokens.pair_start
     targets = np.arange(len(lengths)) % len(LABELS)
-    return single(ids, lengths, second, targets, np.arange(len(lengths), dtype=np.uint64))
+    return single_window_batch(ids, lengths, second, targets, np.arange(len(lengths), dtype=np.uint64))
 
 
 def _vocabulary(model: Path) -> int:
@@ -269,9 +270,9 @@ def _vocabulary(model: Path) -> int:
     return int(json.loads((model / "config.json").read_text(encoding="utf-8"))["vocab_size"])
 
 
-def rows_per_update(size: Size, of: "Tokens") -> int:
+def global_batch_size(size: Size, tokens: "TokenBatch") -> int:
     """Rows of an update: a power of two, so that any smaller power of two divides it into whole passes."""
-    rows = min(size.rows_per_update, len(of), int(size.tokens_per_update / float(of.lengths.mean())))
+    rows = min(size.global_batch_size, len(tokens), int(size.tokens_per_step / float(tokens.window_lengths.mean())))
     return 1 << max(3, rows.bit_length() - 1)
 
 
@@ -283,12 +284,12 @@ def timed(bench: Bench, work: Callable[[int], Any], seconds: float, warm: int = 
     for number in range(warm):
         work(number)
     synchronize(bench)
-    begun, count = time.perf_counter(), 0
-    while count < 2 or time.perf_counter() - begun < seconds:
+    started_at, count = time.perf_counter(), 0
+    while count < 2 or time.perf_counter() - started_at < seconds:
         work(warm + count)
         count += 1
     synchronize(bench)
-    return count, time.perf_counter() - begun
+    return count, time.perf_counter() - started_at
 
 
 def largest(attempt: Callable[[int], None], start: int, cap: int, free: Callable[[], None]) -> int:

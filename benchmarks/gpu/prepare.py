@@ -34,20 +34,20 @@ def prepare(data: Path, out: Path, name: str, questions: int = QUESTIONS) -> dic
 
     if out.exists():
         raise SystemExit(f"{out} exists; name a new folder, or remove it")
-    source, out = models_builder.resolve(name), out.absolute()
+    source, out = models_builder.resolve_folder(name), out.absolute()
     out.mkdir(parents=True)
     half(source, out / "model")
     positions = json.loads((source / "config.json").read_text(encoding="utf-8"))["max_position_embeddings"]
     bank = {kind: str((data / "banking77" / f"{kind}.csv").absolute()) for kind in ("train", "test")}
-    found = config.load(
+    recipe_config = config.load_config(
         "intent", {**intent(), "data.path": bank["train"], "data.test": bank["test"], "data.valid": bank["test"]}
     )
-    _store(found.recipe, source, out / "banking77")
-    asked = _questions(data / "squadshifts", out / "questions.json", questions)
+    _store(recipe_config.recipe, source, out / "banking77")
+    num_questions = _questions(data / "squadshifts", out / "questions.json", questions)
     window = min(WINDOW, positions)
-    squad = {"data.path": str(asked), "data.window": window, "data.stride": min(STRIDE, window // 3)}
-    _store(config.load("squad", squad).recipe, source, out / "squadshifts")
-    asked.unlink()
+    squad = {"data.path": str(num_questions), "data.window": window, "data.stride": min(STRIDE, window // 3)}
+    _store(config.load_config("squad", squad).recipe, source, out / "squadshifts")
+    num_questions.unlink()
     with Path(bank["test"]).open(encoding="utf-8", newline="") as file:
         texts = [row["text"] for row in csv.DictReader(file)][:TEXTS]
     (out / "texts.json").write_text(json.dumps(texts, ensure_ascii=False), encoding="utf-8")
@@ -71,16 +71,16 @@ def _store(recipe: "Recipe", source: Path, root: Path) -> "Store":
     from rtrain.data.splits import Splits
     from rtrain.data.store import builder as store_builder, commit, read_tasks, shards, store
 
-    rows = row_reader.inspect(recipe.data)
-    writer = store.Writer(root / ".tokens" / store_builder.digest(recipe, rows, source))
-    job = shards.Job(recipe, source, writer.folder, Splits.of(recipe.data, rows))
+    rows = row_reader.inspect_source(recipe.data)
+    writer = store.StoreWriter(root / ".tokens" / store_builder.compute_digest(recipe, rows, source))
+    job = shards.TokenizeJob(recipe, source, writer.folder, Splits.from_config(recipe.data, rows))
     written = [
         row
-        for piece in read_tasks.tasks(rows)
-        for part in read_tasks.cut(piece, recipe)
-        for row in shards.write_piece(part, job)
+        for piece in read_tasks.plan_tasks(rows)
+        for part in read_tasks.split_task(piece, recipe)
+        for row in shards.write_shards(part, job)
     ]
-    return commit.commit(job, rows, writer, written)
+    return commit.commit_store(job, rows, writer, written)
 
 
 def _questions(folder: Path, target: Path, count: int) -> Path:
@@ -89,13 +89,13 @@ def _questions(folder: Path, target: Path, count: int) -> Path:
     for path in sorted(folder.glob("*.json*")):
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             articles += json.load(file)["data"]
-    kept, left = [], count
+    rows, left = [], count
     for article in articles:
         if left <= 0:
             break
-        kept.append(article)
+        rows.append(article)
         left -= sum(len(paragraph["qas"]) for paragraph in article["paragraphs"])
-    target.write_text(json.dumps({"version": "1.1", "data": kept}), encoding="utf-8")
+    target.write_text(json.dumps({"version": "1.1", "data": rows}), encoding="utf-8")
     return target
 
 

@@ -1,4 +1,4 @@
-"""The lines of a section's report, each of which is on disk before the next is measured; and the table of all lines."""
+"""Lines of a section's report, each written to disk before the next measurement; and the table of all lines."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ class Report:
         unit: str = "",
         *,
         values: Sequence[float] | None = None,
-        most: float | None = None,
+        maximum: float | None = None,
         floor: float | None = None,
         goal: float | None = None,
         **about: Any,
@@ -35,28 +35,28 @@ class Report:
         A line is a check if its value is True or False, or has a bound: a value must not exceed `most`, the worst round
         must meet `floor`, and the median must meet `goal`.
         """
-        found: dict[str, Any] = {"key": f"{self._section}.{key}", "value": value, "unit": unit}
+        line: dict[str, Any] = {"key": f"{self._section}.{key}", "value": value, "unit": unit}
         worst = value
         if values:
             spread = summary(values)
-            found |= {"value": spread.pop("median"), **spread}
-            worst = found["min"]
-        for name, bound in (("most", most), ("floor", floor), ("goal", goal)):
+            line |= {"value": spread.pop("median"), **spread}
+            worst = line["min"]
+        for name, bound in (("most", maximum), ("floor", floor), ("goal", goal)):
             if bound is not None:
-                found[name] = bound
+                line[name] = bound
         met = {
-            "most": most is None or (_number(found["value"]) and found["value"] <= most),
+            "most": maximum is None or (_number(line["value"]) and line["value"] <= maximum),
             "floor": floor is None or (_number(worst) and worst >= floor),  # type: ignore[operator]
         }
-        if isinstance(found["value"], bool):
-            found["met"] = found["value"]
-        elif most is not None or floor is not None:
-            found["met"] = all(met.values())
-        self._add({**found, **({"about": about} if about else {})})
+        if isinstance(line["value"], bool):
+            line["met"] = line["value"]
+        elif maximum is not None or floor is not None:
+            line["met"] = all(met.values())
+        self._add({**line, **({"about": about} if about else {})})
 
     @contextlib.contextmanager
     def attempt(self, key: str) -> Iterator[None]:
-        """Make an error inside the `with` block a line of the report, and let the section go on."""
+        """Turn an error inside the `with` block into a line of the report; the section continues."""
         try:
             yield
         except Exception as error:
@@ -66,9 +66,9 @@ class Report:
             )
             _free()
 
-    def _add(self, found: Mapping[str, Any]) -> None:
+    def _add(self, line: Mapping[str, Any]) -> None:
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(found, default=str) + "\n")
+            file.write(json.dumps(line, default=str) + "\n")
 
 
 def _number(value: Any) -> bool:
@@ -98,15 +98,17 @@ def table(document: Mapping[str, Any]) -> str:
     """Every line of every section, and how each section ended, as Markdown that a terminal shows well."""
     shown = ["| line | value | spread | wanted | met |", "|---|---|---|---|---|"]
     for name, section in document["sections"].items():
-        for one in section["lines"]:
-            if "error" in one:
-                shown.append(f"| {one['key']} | {one['error'].splitlines()[0][:120]} | | | failed |")
+        for line in section["lines"]:
+            if "error" in line:
+                shown.append(f"| {line['key']} | {line['error'].splitlines()[0][:120]} | | | failed |")
                 continue
-            spread = f"{one['min']:.4g} .. {one['max']:.4g}" if "min" in one else ""
+            spread = f"{line['min']:.4g} .. {line['max']:.4g}" if "min" in line else ""
             bounds = (("most", "<= {:.3g}"), ("floor", ">= {:.3g}"), ("goal", "goal {:.3g}"))
-            wanted = ", ".join(text.format(one[bound]) for bound, text in bounds if bound in one)
-            met = {True: "yes", False: "NO", None: ""}[one.get("met")]
-            shown.append(f"| {one['key']} | {_shown(one['value'])} {one['unit']} | {spread} | {wanted} | {met} |")
+            bounds_text = ", ".join(text.format(line[bound]) for bound, text in bounds if bound in line)
+            met = {True: "yes", False: "NO", None: ""}[line.get("met")]
+            shown.append(
+                f"| {line['key']} | {_shown(line['value'])} {line['unit']} | {spread} | {bounds_text} | {met} |"
+            )
         shown.append(f"| **{name}** | {section['status']} | {section['seconds']:.0f} s | | |")
     return "\n".join(shown)
 

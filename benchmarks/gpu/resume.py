@@ -16,20 +16,20 @@ from benchmarks.gpu import trainings
 from benchmarks.gpu.bench import Bench
 
 if TYPE_CHECKING:
-    from rtrain.data.stream import Update
+    from rtrain.data.stream import WorkerBatch
 
 UPDATES, KILLED_AT, BEYOND = 40, 20, 23
 """The process is killed in the midst of update 23 (`BEYOND`), when the checkpoint at 20 is complete."""
 ATTENTION: Mapping[str, float | None] = {"dropout": None, "no_dropout": 0.0}
 """Dropout of attention weights: the model's own, and none. A GPU takes a different kernel for each."""
-SAID = "said.json"
+RESULT_FILE = "said.json"
 
 
 def run(bench: Bench) -> None:
-    ways = ATTENTION if bench.gpu else {"dropout": None}
-    for way, rate in ways.items():
+    rates = ATTENTION if bench.gpu else {"dropout": None}
+    for name, rate in rates.items():
         for deterministic in (False, True):
-            key = f"{way}{'.deterministic' if deterministic else ''}"
+            key = f"{name}{'.deterministic' if deterministic else ''}"
             with bench.report.attempt(key):
                 _compare(bench, key, rate, deterministic)
 
@@ -43,32 +43,36 @@ def _compare(bench: Bench, key: str, rate: float | None, deterministic: bool) ->
     if code != -signal.SIGKILL:
         raise RuntimeError(f"the process that was to be killed ended with {code}")
     _start(bench, root / "resumed", settings, deterministic)
-    said = json.loads((root / "resumed" / SAID).read_text(encoding="utf-8"))
-    ends = [root / name / "checkpoints" / f"update-{UPDATES:08d}" for name in ("straight", "resumed")]
-    other, of, largest = differing(*ends)
-    about = {"of": of, "first": other[:3], "largest_difference": largest, "resumed_from": said["from"]}
-    about |= {"said": said["warnings"], "updates": UPDATES, "precision": said["precision"]}
-    equal = not other and said["from"] == KILLED_AT
+    result = json.loads((root / "resumed" / RESULT_FILE).read_text(encoding="utf-8"))
+    ends = [root / name / "checkpoints" / f"step-{UPDATES:08d}" for name in ("straight", "resumed")]
+    other, total, largest = differing(*ends)
+    about = {"of": total, "first": other[:3], "largest_difference": largest, "resumed_from": result["from"]}
+    about |= {"said": result["warnings"], "updates": UPDATES, "precision": result["precision"]}
+    equal = not other and result["from"] == KILLED_AT
     bench.report.line(f"bit_for_bit.{key}", equal, **about)
     # The same update of the same weights is computed twice in one process. If the two differ, no checkpoint is to
     # blame.
     bench.report.line(
-        f"repeated.{key}", len(said["repeated"]), "tensors of a gradient differ", most=0, first=said["repeated"][:3]
+        f"repeated.{key}",
+        len(result["repeated"]),
+        "tensors of a gradient differ",
+        maximum=0,
+        first=result["repeated"][:3],
     )
     shutil.rmtree(root)
 
 
 def _settings(bench: Bench, rate: float | None) -> dict[str, Any]:
-    rows = bench.store("banking77").rows("train")
+    rows = bench.store("banking77").num_rows("train")
     per_update = min(64, rows // 4)
     epochs = -(-UPDATES // -(-rows // per_update))
     return {
         "model.attention_dropout": rate,
-        "train.rows_per_update": per_update,
+        "train.global_batch_size": per_update,
         "train.epochs": epochs,
         "train.save_every": KILLED_AT,
         "train.evaluate_every": KILLED_AT,
-        "train.keep": 9,
+        "train.keep_checkpoints": 9,
         "train.log_every": 1,
     }
 
@@ -93,13 +97,13 @@ def _train(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: 
 
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS needs it to add in a fixed order
     torch.use_deterministic_algorithms(deterministic, warn_only=True)
-    whole = checkpoint_format.path_of(folder / "checkpoints", KILLED_AT)
+    checkpoint = checkpoint_format.checkpoint_path(folder / "checkpoints", KILLED_AT)
 
     def killed(stream: trainings.Stream) -> trainings.Stream:
-        def updates(first: int, stop: int) -> Iterator["Update"]:
+        def updates(first: int, stop: int) -> Iterator["WorkerBatch"]:
             for update in stream(first, stop):
-                while kill and update.number == BEYOND:
-                    if checkpoint_format.is_complete(whole):
+                while kill and update.step == BEYOND:
+                    if checkpoint_format.is_complete(checkpoint):
                         os.kill(os.getpid(), signal.SIGKILL)
                     time.sleep(0.01)
                 yield update
@@ -110,11 +114,17 @@ def _train(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             ran = trainings.start(bench, folder, settings, stop=UPDATES, wrap=killed)
-            again = _repeated(ran)
-        said = sorted({str(one.message).splitlines()[0] for one in caught if "determinis" in str(one.message)})
-        found = {"from": ran.reporter.of("started")[0]["update"], "warnings": said, "repeated": again}
-        found["precision"] = ran.job.precision
-        (folder / SAID).write_text(json.dumps(found), encoding="utf-8")
+            repeated = _repeated(ran)
+        warnings_text = sorted(
+            {str(warning.message).splitlines()[0] for warning in caught if "determinis" in str(warning.message)}
+        )
+        result = {
+            "from": ran.reporter.events_of("started")[0]["step"],
+            "warnings": warnings_text,
+            "repeated": repeated,
+        }
+        result["precision"] = ran.job.precision
+        (folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
     except Exception as error:
         (folder / "error.txt").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
         raise
@@ -126,15 +136,15 @@ def _repeated(ran: trainings.Ran) -> list[str]:
 
     from rtrain.trainer import batch_size
 
-    job, found = ran.job, list[dict[str, torch.Tensor]]()
-    tokens = job.store.read("train", job.order.positions(0))
+    job, gradients = ran.job, list[dict[str, torch.Tensor]]()
+    tokens = job.store.read_tokens("train", job.order.positions(0))
     for _ in range(2):
         torch.manual_seed(1)
         ran.network.train().zero_grad(set_to_none=True)
-        batch_size.one_pass(ran.network, job.loss, tokens, job.pad_id, job.precision)
-        named = ran.network.named_parameters()
-        found.append({name: one.grad.clone() for name, one in named if one.grad is not None})
-    return [name for name, value in found[0].items() if not torch.equal(value, found[1][name])]
+        batch_size.forward_backward(ran.network, job.loss, tokens, job.pad_id, job.precision)
+        parameters = ran.network.named_parameters()
+        gradients.append({name: parameter.grad.clone() for name, parameter in parameters if parameter.grad is not None})
+    return [name for name, value in gradients[0].items() if not torch.equal(value, gradients[1][name])]
 
 
 def differing(mine: Path, theirs: Path) -> tuple[list[str], int, float]:
@@ -142,14 +152,14 @@ def differing(mine: Path, theirs: Path) -> tuple[list[str], int, float]:
     import numpy as np
     from safetensors.numpy import load_file
 
-    other, of, largest = [], 0, 0.0
+    other, total, largest = [], 0, 0.0
     for name in ("model.safetensors", "optim.safetensors"):
         left, right = (load_file(folder / name) for folder in (mine, theirs))
         if left.keys() != right.keys():
             raise RuntimeError(f"{name} holds other tensors")
         for key, value in left.items():
-            of += 1
+            total += 1
             if value.tobytes() != right[key].tobytes():
                 other.append(key)
                 largest = max(largest, float(np.abs(value.astype(np.float64) - right[key]).max()))
-    return other, of, largest
+    return other, total, largest

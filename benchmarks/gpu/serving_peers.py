@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.gpu.bench import CARRIED, Bench, forget, synchronize
+from benchmarks.gpu.bench import MODEL_NAME, Bench, forget, synchronize
 
 if TYPE_CHECKING:
     from rtrain.inference.predictor import Predictor
@@ -39,9 +39,9 @@ def run(bench: Bench) -> None:
     messages: list[str] = json.loads((bench.data / "texts.json").read_text(encoding="utf-8"))
     # About 20 tokens a message: 40 of them are cut at 512.
     long = [" ".join(np.roll(messages, -place)[:40]) for place in range(0, len(messages), 2)]
-    cells = [(CARRIED, "messages", messages), (MODERN, "messages", messages)]
+    cells = [(MODEL_NAME, "messages", messages), (MODERN, "messages", messages)]
     if bench.gpu:  # a processor takes minutes for them
-        cells += [(CARRIED, "512", long), (MODERN, "512", long)]
+        cells += [(MODEL_NAME, "512", long), (MODERN, "512", long)]
     for model, kind, texts in cells:
         with bench.report.attempt(f"{model}.{kind}"):
             _measure(bench, model, kind, texts)
@@ -58,13 +58,13 @@ def _measure(bench: Bench, model: str, kind: str, texts: Sequence[str]) -> None:
     exact = _float64(folder, texts[:16])
     for precision in ("fp16", "fp32") if bench.gpu else ("fp32",):
         predictor = Predictor.load(folder, device=device, precision=precision)
-        found = np.stack(predictor.logits(list(texts[:16]), 16))
+        logits = np.stack(predictor.logits(list(texts[:16]), 16))
         bench.report.line(
             f"{model}.{kind}.rtrain.{precision}.difference",
-            float(np.abs(softmax(found) - softmax(exact)).max()),
+            float(np.abs(softmax(logits) - softmax(exact)).max()),
             "of scores",
-            most=MAX_DIFFERENCE,
-            of_logits=float(np.abs(found - exact).max()),
+            maximum=MAX_DIFFERENCE,
+            of_logits=float(np.abs(logits - exact).max()),
             largest_logit=float(np.abs(exact).max()),
             is_unpadded=predictor.is_unpadded,
         )
@@ -80,9 +80,9 @@ def _measure(bench: Bench, model: str, kind: str, texts: Sequence[str]) -> None:
         times: dict[str, list[float]] = {name: [] for name in sides}
         for number in range(ROUNDS):
             for name in list(sides)[:: -1 if number % 2 else 1]:
-                rate, each = sides[name](clients, bench.size.seconds / 3)
+                rate, requests = sides[name](clients, bench.size.seconds / 3)
                 rates[name].append(rate)
-                times[name] += each
+                times[name] += requests
         key = f"{model}.{kind}.in_flight_{clients}"
         for name in sides:
             p50, p99 = (1e3 * float(np.quantile(times[name], at)) for at in (0.5, 0.99))
@@ -95,13 +95,17 @@ def _measure(bench: Bench, model: str, kind: str, texts: Sequence[str]) -> None:
 
 def _batched(predictor: "Predictor", texts: Sequence[str]) -> Callable[[int, float], Timed]:
     """rtrain's tokenizer, batcher and engine, asked by clients that each send the next text when one is answered."""
-    from rtrain.config import Serve
+    from rtrain.config import ServeConfig
     from serve.batching.batcher import Batcher
-    from serve.batching.encoding import Encoder
-    from serve.batching.scheduler import Limits
+    from serve.batching.encode_queue import Encoder
+    from serve.batching.scheduler import BatchLimits
 
-    settings = Serve(max_batch_rows=256)
-    limits = Limits(batch_rows=settings.max_batch_rows, batch_tokens=1 << 17, batch_s=settings.max_batch_s)
+    settings = ServeConfig(max_batch_size=256)
+    limits = BatchLimits(
+        max_batch_size=settings.max_batch_size,
+        max_batch_tokens=1 << 17,
+        max_batch_latency_s=settings.max_batch_latency_s,
+    )
 
     async def serve(clients: int, seconds: float) -> Timed:
         batcher, encoder = Batcher(predictor.run, limits, is_unpadded=predictor.is_unpadded), Encoder(predictor)
@@ -109,22 +113,22 @@ def _batched(predictor: "Predictor", texts: Sequence[str]) -> Callable[[int, flo
         places, ends = iter(range(10**9)), [float("inf")]
 
         async def client() -> None:
-            while (begun := loop.time()) < ends[0]:
+            while (started_at := loop.time()) < ends[0]:
                 encoded = await encoder.encode([texts[next(places) % len(texts)]])
-                await batcher.submit(encoded, begun + 60)
-                times.append(loop.time() - begun)
+                await batcher.submit(encoded, started_at + 60)
+                times.append(loop.time() - started_at)
                 if len(times) == 5 * clients:
                     warm.set()
 
         tasks = [loop.create_task(client()) for _ in range(clients)]
         await warm.wait()
         times.clear()
-        begun = loop.time()
-        ends[0] = begun + seconds
+        started_at = loop.time()
+        ends[0] = started_at + seconds
         await asyncio.gather(*tasks)
-        taken = loop.time() - begun
+        elapsed = loop.time() - started_at
         batcher.close()
-        return len(times) / taken, times
+        return len(times) / elapsed, times
 
     return lambda clients, seconds: asyncio.run(serve(clients, seconds))
 
@@ -136,22 +140,22 @@ def _peer(bench: Bench, folder: Path, texts: Sequence[str]) -> Callable[[int, fl
 
     half = {"dtype": torch.float16} if bench.gpu else {}
     words = Transformer(str(folder), max_seq_length=512, model_kwargs={**half, "attn_implementation": "sdpa"})
-    made = SentenceTransformer(
+    encoder = SentenceTransformer(
         modules=[words, Pooling(words.get_embedding_dimension(), "mean")], device=bench.device.type
     )
 
     def ask(clients: int, seconds: float) -> Timed:
-        draw, times, begun = 0, list[float](), float("inf")
+        draw, times, started_at = 0, list[float](), float("inf")
         for number in range(10**9):
             batch = [texts[(draw + place) % len(texts)] for place in range(clients)]
             draw += clients
             start = time.perf_counter()
-            made.encode(batch, batch_size=clients, show_progress_bar=False)
+            encoder.encode(batch, batch_size=clients, show_progress_bar=False)
             times.append(time.perf_counter() - start)
             if number == 4:
                 synchronize(bench)
-                times, begun = [], time.perf_counter()
-            if time.perf_counter() - begun > seconds:
+                times, started_at = [], time.perf_counter()
+            if time.perf_counter() - started_at > seconds:
                 break
         return clients / statistics.fmean(times), times
 
@@ -159,7 +163,7 @@ def _peer(bench: Bench, folder: Path, texts: Sequence[str]) -> Callable[[int, fl
 
 
 def _float64(folder: Path, texts: Sequence[str]) -> "np.ndarray[Any, Any]":
-    """Logits of the artefact's network in float64 on the CPU, one text a call."""
+    """Logits of the artifact's network in float64 on the CPU, one text a call."""
     import torch
 
     from rtrain.inference.predictor import Predictor
@@ -178,7 +182,7 @@ def _float64(folder: Path, texts: Sequence[str]) -> "np.ndarray[Any, Any]":
 
 
 def _artifact(bench: Bench, model: str, texts: Sequence[str]) -> Path:
-    """A complete float artefact that reads 512 tokens: of the carried model, or of ModernBERT-base's shape with random
+    """A complete float artifact that reads 512 tokens: of the carried model, or of ModernBERT-base's shape with random
     weights. Its new head is scaled so that the largest logit is about `LOGIT`, as a trained one's is."""
     import safetensors.torch
     import torch
@@ -191,24 +195,32 @@ def _artifact(bench: Bench, model: str, texts: Sequence[str]) -> Path:
     folder = bench.scratch / "serving_peers" / model
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    labels, task = bench.store("banking77").manifest.labels, base.get("classification")
-    if model == CARRIED:
-        networks.build(bench.model, task, labels, 0, pack=False).save_pretrained(folder)
+    labels, task = bench.store("banking77").manifest.labels, base.get_task("classification")
+    if model == MODEL_NAME:
+        networks.build_network(bench.model, task, labels, 0, pack=False).save_pretrained(folder)
     else:
-        carried = transformers.AutoConfig.from_pretrained(bench.model, local_files_only=True, trust_remote_code=False)
+        base_config = transformers.AutoConfig.from_pretrained(
+            bench.model, local_files_only=True, trust_remote_code=False
+        )
         small = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2}
-        chosen: dict[str, Any] = {**({} if bench.gpu else small), **dict.fromkeys(TOKENS, 0), "num_labels": len(labels)}
-        config = transformers.ModernBertConfig(vocab_size=carried.vocab_size, **chosen)
+        overrides: dict[str, Any] = {
+            **({} if bench.gpu else small),
+            **dict.fromkeys(TOKENS, 0),
+            "num_labels": len(labels),
+        }
+        config = transformers.ModernBertConfig(vocab_size=base_config.vocab_size, **overrides)
         torch.manual_seed(0)
         transformers.ModernBertForSequenceClassification(config).save_pretrained(folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if (bench.model / name).is_file():
             shutil.copyfile(bench.model / name, folder / name)
-    made = artifacts.Artifact(name="gpu", task=task.name, labels=labels, max_tokens=512, engine="torch")
-    largest = float(np.abs(np.stack(inference_predictor.Predictor(folder, made).logits(list(texts[:16]), 16))).max())
+    artifact = artifacts.Artifact(name="gpu", task=task.name, labels=labels, max_tokens=512, engine="torch")
+    largest = float(
+        np.abs(np.stack(inference_predictor.Predictor(folder, artifact).logits(list(texts[:16]), 16))).max()
+    )
     weights = safetensors.torch.load_file(folder / "model.safetensors")
     for name in ("classifier.weight", "classifier.bias"):
         weights[name] = weights[name] * (LOGIT / largest)
     safetensors.torch.save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    artifacts.write(folder, made, inference_predictor.golden_logits)
+    artifacts.write_artifact(folder, artifact, inference_predictor.compute_golden_logits)
     return folder

@@ -10,10 +10,10 @@ from benchmarks.gpu.prepare import intent
 from rtrain.core.run_folder import Run
 
 if TYPE_CHECKING:
-    from rtrain.data.stream import Update
-    from rtrain.trainer.trainer import Clock, Job, Outcome
+    from rtrain.data.stream import WorkerBatch
+    from rtrain.trainer.trainer import Clock, TrainingContext, TrainingResult
 
-Stream = Callable[[int, int], Iterator["Update"]]
+Stream = Callable[[int, int], Iterator["WorkerBatch"]]
 PASS = {True: 1 << 16, False: 1 << 11}
 """Tokens of a pass, by whether there is a GPU."""
 
@@ -32,17 +32,17 @@ class Reporter:
     def score(self, metrics: dict[str, Any]) -> None:
         """Scores are of no use here."""
 
-    def notice(self) -> bool:
+    def stop_requested(self) -> bool:
         return False
 
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [one for one in self.events if one["kind"] == kind]
+    def events_of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["kind"] == kind]
 
 
 @dataclass(frozen=True)
 class Ran:
-    job: "Job"
-    outcome: "Outcome"
+    job: "TrainingContext"
+    outcome: "TrainingResult"
     reporter: Reporter
     network: Any
 
@@ -58,42 +58,46 @@ def start(
     """Start the run at `run` once, from its newest checkpoint to update `stop`. `settings` are of the recipe
     `intent`."""
     from rtrain import config
-    from rtrain.data.order import Order
-    from rtrain.data.stream import Share, plan_update
+    from rtrain.data.order import RowOrder
+    from rtrain.data.stream import StreamSpec, plan_worker_batch
     from rtrain.models import builder
-    from rtrain.parallel.ddp import Replicated
+    from rtrain.parallel.ddp import DDPStrategy
     from rtrain.tasks import base
     from rtrain.trainer import losses, trainer
 
-    given = {
+    settings = {
         **intent(),
         "data.path": "carried",
         "train.precision": bench.precision,
         "model.pooling": "mean",
         **settings,
     }
-    recipe, store, task = config.load("intent", given).recipe, bench.store("banking77"), base.get("classification")
+    recipe, store, task = (
+        config.load_config("intent", settings).recipe,
+        bench.store("banking77"),
+        base.get_task("classification"),
+    )
     train = recipe.train
-    order = Order(store.manifest.digest, store.rows("train"), recipe.rows_per_update, train.epochs, train.seed)
-    network: Any = builder.build(bench.model, task, store.manifest.labels, train.seed, recipe.model)
-    builder.place(network, bench.device)
-    job = trainer.Job(
+    order = RowOrder(store.manifest.digest, store.num_rows("train"), recipe.global_batch_size, train.epochs, train.seed)
+    network: Any = builder.build_network(bench.model, task, store.manifest.labels, train.seed, recipe.model)
+    builder.move_to_device(network, bench.device)
+    job = trainer.TrainingContext(
         recipe=recipe,
         run=Run(run),
         store=store,
         task=task,
-        loss=losses.for_run(task, recipe.distill, store.manifest.head, train.label_smoothing),
+        loss=losses.make_loss(task, recipe.distill, store.manifest.head, train.label_smoothing),
         order=order,
         pad_id=builder.pad_id(bench.model),
         precision=train.precision,
-        until=min(stop or order.updates, order.updates),
+        end_step=min(stop or order.num_steps, order.num_steps),
     )
-    share = Share(store.folder, order, 1, 0, None, PASS[bench.gpu])
+    share = StreamSpec(store.folder, order, 1, 0, None, PASS[bench.gpu])
 
-    def stream(first: int, stop: int) -> Iterator["Update"]:
-        return (plan_update(store, share, number) for number in range(first, stop))
+    def stream(first: int, stop: int) -> Iterator["WorkerBatch"]:
+        return (plan_worker_batch(store, share, number) for number in range(first, stop))
 
     clock = trainer.Clock()
     reporter = Reporter(clock)
-    outcome = trainer.train(job, Replicated(network), wrap(stream), reporter, clock)
+    outcome = trainer.train(job, DDPStrategy(network), wrap(stream), reporter, clock)
     return Ran(job, outcome, reporter, network)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROWS_PER_PASS = 32
+MICRO_BATCH_SIZE = 32
 """Rows of a pass (forward and backward) of one process."""
 PROCESSES = 2
 LEARNING_RATE = 2e-4
@@ -23,13 +23,13 @@ MAX_TOKENS = 64
 
 
 def parser(program: str, about: str) -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(prog=f"python -m benchmarks.peers.{program}", description=about)
-    found.add_argument("--model", type=Path, required=True, help="a Transformers folder")
-    found.add_argument("--rows", type=Path, required=True, help="csv with the columns text and label")
-    found.add_argument("--out", type=Path, required=True, help="file for what was measured")
-    found.add_argument("--passes", type=int, default=1, help="passes of a process between two exchanges")
-    found.add_argument("--seed", type=int, default=0)
-    return found
+    arguments = argparse.ArgumentParser(prog=f"python -m benchmarks.peers.{program}", description=about)
+    arguments.add_argument("--model", type=Path, required=True, help="a Transformers folder")
+    arguments.add_argument("--rows", type=Path, required=True, help="csv with the columns text and label")
+    arguments.add_argument("--out", type=Path, required=True, help="file for the measurements")
+    arguments.add_argument("--passes", type=int, default=1, help="passes of a process between two exchanges")
+    arguments.add_argument("--seed", type=int, default=0)
+    return arguments
 
 
 def read(path: Path) -> tuple[list[str], list[str]]:
@@ -63,8 +63,8 @@ def optimizer(model: Any, updates: int) -> tuple[Any, Any]:
     import torch
     import transformers
 
-    made = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
-    return made, transformers.get_linear_schedule_with_warmup(made, math.ceil(WARMUP * updates), updates)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+    return optimizer, transformers.get_linear_schedule_with_warmup(optimizer, math.ceil(WARMUP * updates), updates)
 
 
 def last_quarter(losses: Sequence[float]) -> float:
@@ -76,22 +76,22 @@ class Watch:
     """Clock from the begin of the first update, when its rows are there, to the end of the last."""
 
     def __init__(self) -> None:
-        self.begun: float | None = None
-        self.ended = 0.0
+        self.started_at: float | None = None
+        self.ended_at = 0.0
 
     def begin(self) -> None:
         """To be called before each update; the first call starts the clock."""
-        if self.begun is None:
-            self.begun = time.perf_counter()
+        if self.started_at is None:
+            self.started_at = time.perf_counter()
 
     def end(self) -> None:
         """To be called after each update; the last call stops the clock."""
-        self.ended = time.perf_counter()
+        self.ended_at = time.perf_counter()
 
     @property
     def seconds(self) -> float:
-        assert self.begun is not None, "no update was made"
-        return self.ended - self.begun
+        assert self.started_at is not None, "no update was made"
+        return self.ended_at - self.started_at
 
 
 def write(out: Path, *, rows: int, seconds: float, updates: int, loss: float) -> None:

@@ -16,37 +16,37 @@ def batches(folder: Path, world: int, rank: int, seed: int) -> list[dict[str, An
     rank."""
     import torch
 
-    from rtrain.core.ragged import padded
+    from rtrain.core.ragged import pad_batch
     from rtrain.data import order, stream
     from rtrain.data.store import store
 
     opened = store.open_store(folder)
-    rows_per_update = common.ROWS_PER_PASS * world
-    epoch = order.Order(opened.manifest.digest, opened.rows("train"), rows_per_update, 1, seed)
-    share = stream.Share(folder, epoch, world, rank, common.ROWS_PER_PASS)
-    found = []
-    for number in range(epoch.updates):
-        # A worker has at most ROWS_PER_PASS rows of short texts in an update, so there is one pass.
-        (tokens,) = stream.plan_update(opened, share, number).passes
-        inputs = {name: torch.from_numpy(values) for name, values in padded(tokens, 0).items()}
-        found.append({**inputs, "labels": torch.from_numpy(tokens.targets).long()})
-    return found
+    global_batch_size = common.MICRO_BATCH_SIZE * world
+    epoch = order.RowOrder(opened.manifest.digest, opened.num_rows("train"), global_batch_size, 1, seed)
+    share = stream.StreamSpec(folder, epoch, world, rank, common.MICRO_BATCH_SIZE)
+    rows = []
+    for number in range(epoch.num_steps):
+        # A worker has at most MICRO_BATCH_SIZE rows of short texts in an update, so there is one pass.
+        (tokens,) = stream.plan_worker_batch(opened, share, number).micro_batches
+        inputs = {name: torch.from_numpy(values) for name, values in pad_batch(tokens, 0).items()}
+        rows.append({**inputs, "labels": torch.from_numpy(tokens.targets).long()})
+    return rows
 
 
 def main() -> None:
     parser = common.parser("ddp_loop", __doc__)
     parser.add_argument("--store", type=Path, required=True, help="token store of an rtrain run on these rows")
-    chosen = parser.parse_args()
+    options = parser.parse_args()
 
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
     dist.init_process_group("gloo")
-    torch.manual_seed(chosen.seed)
-    prepared = batches(chosen.store, dist.get_world_size(), dist.get_rank(), chosen.seed)
-    texts, names = common.read(chosen.rows)
-    model = DistributedDataParallel(common.network(chosen.model, len(set(names))))
+    torch.manual_seed(options.seed)
+    prepared = batches(options.store, dist.get_world_size(), dist.get_rank(), options.seed)
+    texts, names = common.read(options.rows)
+    model = DistributedDataParallel(common.network(options.model, len(set(names))))
     optimizer, schedule = common.optimizer(model, len(prepared))
     model.train()
     watch, losses = common.Watch(), []
@@ -65,7 +65,7 @@ def main() -> None:
     dist.all_reduce(means)
     if dist.get_rank() == 0:
         loss = common.last_quarter(means.tolist())
-        common.write(chosen.out, rows=len(texts), seconds=watch.seconds, updates=len(losses), loss=loss)
+        common.write(options.out, rows=len(texts), seconds=watch.seconds, updates=len(losses), loss=loss)
     dist.destroy_process_group()
 
 

@@ -23,7 +23,7 @@ Row = Mapping[str, Any]
 @dataclass(frozen=True)
 class Plan:
     updates: int
-    rows_per_pass: int
+    micro_batch_size: int
     passes: int = 1
     """Rows of an update."""
     grouped: bool = True
@@ -63,14 +63,14 @@ class Clock:
         # Real tokens are counted on the batch's device, since reading the count would make the GPU wait.
         self._real = torch.zeros((), dtype=torch.int64, device=device)
         self._padded = 0
-        self._begun = 0.0
+        self._started_at = 0.0
         self.updates, self.seconds = 0, 0.0
 
     @contextlib.contextmanager
     def counting(self) -> Iterator[None]:
-        def count(module: Any, inputs: Any, named: Mapping[str, Any]) -> None:
+        def count(module: Any, inputs: Any, keywords: Mapping[str, Any]) -> None:
             if self.updates >= self._plan.warm and module.training:
-                mask = named["attention_mask"]
+                mask = keywords["attention_mask"]
                 self._real += mask.sum()
                 self._padded += mask.numel()
 
@@ -84,14 +84,14 @@ class Clock:
         """To be called before each update."""
         if self.updates == self._plan.warm:
             self._synchronize()
-            self._begun = time.perf_counter()
+            self._started_at = time.perf_counter()
 
     def end(self) -> None:
         """To be called after each update."""
         self.updates += 1
         if self.updates == self._plan.updates:
             self._synchronize()
-            self.seconds = time.perf_counter() - self._begun
+            self.seconds = time.perf_counter() - self._started_at
 
     def measured(self) -> Measured:
         return Measured(int(self._real), self._padded, self.seconds)
@@ -111,11 +111,11 @@ def collate(rows: Sequence[Row], pad_id: int) -> dict[str, "torch.Tensor"]:
 def _by_trainer(model: Any, rows: Sequence[Row], pad_id: int, plan: Plan, clock: Clock) -> None:
     import transformers
 
-    class Told(transformers.TrainerCallback):
-        def on_step_begin(self, *of: Any, **more: Any) -> None:
+    class StepTimer(transformers.TrainerCallback):
+        def on_step_begin(self, *arguments: Any, **more: Any) -> None:
             clock.begin()
 
-        def on_step_end(self, *of: Any, **more: Any) -> None:
+        def on_step_end(self, *arguments: Any, **more: Any) -> None:
             clock.end()
 
     device = next(model.parameters()).device.type
@@ -123,7 +123,7 @@ def _by_trainer(model: Any, rows: Sequence[Row], pad_id: int, plan: Plan, clock:
         arguments = transformers.TrainingArguments(
             output_dir=folder,
             max_steps=plan.updates,
-            per_device_train_batch_size=plan.rows_per_pass,
+            per_device_train_batch_size=plan.micro_batch_size,
             gradient_accumulation_steps=plan.passes,
             learning_rate=common.LEARNING_RATE,
             weight_decay=common.WEIGHT_DECAY,
@@ -147,5 +147,5 @@ def _by_trainer(model: Any, rows: Sequence[Row], pad_id: int, plan: Plan, clock:
             args=arguments,
             train_dataset=list(rows),
             data_collator=lambda batch: collate(batch, pad_id),
-            callbacks=[Told()],
+            callbacks=[StepTimer()],
         ).train()

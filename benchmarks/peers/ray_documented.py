@@ -43,7 +43,7 @@ def train(config: dict[str, Any]) -> None:
     model.train()
     shard = ray.train.get_dataset_shard("train")
     batches = shard.iter_torch_batches(
-        batch_size=common.ROWS_PER_PASS, collate_fn=partial(collate, pad_id=config["pad_id"])
+        batch_size=common.MICRO_BATCH_SIZE, collate_fn=partial(collate, pad_id=config["pad_id"])
     )
     watch, losses, rows = common.Watch(), [], 0
     for batch in batches:
@@ -67,7 +67,7 @@ def train(config: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    chosen = common.parser("ray_documented", __doc__).parse_args()
+    options = common.parser("ray_documented", __doc__).parse_args()
 
     import ray
     import ray.data
@@ -75,20 +75,22 @@ def main() -> None:
     import ray.train.torch
     import transformers
 
-    # Ray is told of more CPUs than there are: the workers would take both, and the data tasks would never start.
+    # Ray gets more CPUs than exist: the workers would take both, and the data tasks would never start.
     ray.init(num_cpus=2 * common.PROCESSES, include_dashboard=False)
-    texts, names = common.read(chosen.rows)
+    texts, names = common.read(options.rows)
     labels = {name: number for number, name in enumerate(sorted(set(names)))}
-    dataset = ray.data.read_csv(str(chosen.rows)).random_shuffle(seed=chosen.seed)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(chosen.model, local_files_only=True, trust_remote_code=False)
+    dataset = ray.data.read_csv(str(options.rows)).random_shuffle(seed=options.seed)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        options.model, local_files_only=True, trust_remote_code=False
+    )
     dataset = dataset.map_batches(partial(encode, tokenizer=tokenizer, labels=labels))
     config = {
-        "model": chosen.model,
+        "model": options.model,
         "labels": len(labels),
         "pad_id": tokenizer.pad_token_id,
-        "updates": -(-len(texts) // (common.ROWS_PER_PASS * common.PROCESSES)),
-        "seed": chosen.seed,
-        "out": chosen.out,
+        "updates": -(-len(texts) // (common.MICRO_BATCH_SIZE * common.PROCESSES)),
+        "seed": options.seed,
+        "out": options.out,
     }
     with tempfile.TemporaryDirectory() as folder:
         trainer = ray.train.torch.TorchTrainer(

@@ -1,1 +1,1 @@
-"""What a search of settings finds, and what it costs: `python -m benchmarks.search`."""
+"""Gain and cost of a search of settings: `python -m benchmarks.search`."""

@@ -1,10 +1,10 @@
-"""What a search of settings finds, and what it costs: `python -m benchmarks.search [--json] DATA`.
+"""Gain and cost of a search of settings: `python -m benchmarks.search [--json] DATA`.
 
 Every search and every run is a command of rtrain in its own process, and stays in the folder of its name beside the
-results: one that has ended is not made again, one that was stopped is gone on with, and each part can be run alone.
+results: a finished one is not repeated, a stopped one is resumed, and each part can be run alone.
 
-gain     test accuracy on banking77 of what searches of 8 full runs find, over that of the recipe as it stands
-random   the rows that random search takes to what the searches came to, by a pool of full runs of random settings
+gain     test accuracy on banking77 of searches of 8 full runs, over that of the unchanged recipe
+random   rows that random search needs for the same score, by a pool of full runs of random settings
 
 The parts share their searches. `results` are written after each search.
 """
@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-from benchmarks.results import Found, Keep, Results
+from benchmarks.results import Keep, PartResult, Results
 from benchmarks.search import parts
 from benchmarks.search.parts import Work
 
-PARTS: dict[str, Callable[[Work, Keep], Found]] = {
+PARTS: dict[str, Callable[[Work, Keep], PartResult]] = {
     "gain": parts.gain,
     "random": parts.against_random,
 }
@@ -39,29 +39,29 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--pool", type=int, default=24, help="full runs of random settings")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/search.json"), help="file of the results")
-    chosen = parser.parse_args(arguments)
-    if chosen.rows < FEWEST_ROWS:
-        parser.error(f"--rows {chosen.rows}: write {FEWEST_ROWS} or more")
+    options = parser.parse_args(arguments)
+    if options.rows < FEWEST_ROWS:
+        parser.error(f"--rows {options.rows}: write {FEWEST_ROWS} or more")
     for name in ("epochs", "searches", "pool"):
-        if getattr(chosen, name) < 1:
-            parser.error(f"--{name} {getattr(chosen, name)}: write 1 or more")
-    return chosen
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: write 1 or more")
+    return options
 
 
 def main() -> None:
-    chosen = parse()
-    given = {"rows": chosen.rows, "epochs": chosen.epochs, "searches": chosen.searches}
-    results = Results(chosen.out, **given)
-    work = Work(chosen.data.absolute(), results.folder, chosen.rows, chosen.epochs, chosen.searches, chosen.pool)
-    for name in chosen.only or PARTS:
-        found = results.measure(name, partial(PARTS[name], work))
-        print(f"{name}: {json.dumps(short(found), default=str)}", file=sys.stderr, flush=True)
-    if chosen.json:
+    options = parse()
+    values = {"rows": options.rows, "epochs": options.epochs, "searches": options.searches}
+    results = Results(options.out, **values)
+    work = Work(options.data.absolute(), results.folder, options.rows, options.epochs, options.searches, options.pool)
+    for name in options.only or PARTS:
+        result = results.measure(name, partial(PARTS[name], work))
+        print(f"{name}: {json.dumps(short(result), default=str)}", file=sys.stderr, flush=True)
+    if options.json:
         print(results)
 
 
-def short(part: Found) -> Found:
-    """The figures of a part, without what they were made from."""
+def short(part: PartResult) -> PartResult:
+    """Figures of a part, without the data behind them."""
     return {name: value for name, value in part.items() if isinstance(value, int | float | str) or value is None}
 
 

@@ -13,16 +13,16 @@ CONFIDENCE = 0.95
 
 
 @dataclass(frozen=True)
-class Ended:
-    """What a search that came to its end has found."""
+class FinishedSearch:
+    """Result of a finished search."""
 
     seed: int
     settings: Mapping[str, Any]
-    """What the winner sets otherwise than the recipe; empty where the recipe has won."""
+    """Settings of the winner that differ from the recipe; empty if the recipe won."""
     test: float
     """The winner's score on the test rows."""
     default: float
-    """That of trial 0, the recipe as it stands, with the same seed."""
+    """Score of trial 0, the unchanged recipe, with the same seed."""
     trials: int
     rows: int
     """Rows that the search was trained on, without its end."""
@@ -39,7 +39,7 @@ class Trained:
     test: float
 
 
-def rows_of_search(history: History, seen: Mapping[int, int]) -> tuple[int, int]:
+def rows_of_search(history: History, rows_by_trial: Mapping[int, int]) -> tuple[int, int]:
     """(rows of the search without its end, rows of the end).
 
     A trial takes part in the search until the last rung that it came to; one that never came to any takes part with
@@ -48,13 +48,13 @@ def rows_of_search(history: History, seen: Mapping[int, int]) -> tuple[int, int]
     """
     halving, end = 0, 0
     for trial in history.trials:
-        last = trial.reached[-1].rows if trial.reached else 0
-        if trial.of is not None:
-            halving, end = halving + last, end + max(0, seen.get(trial.number, 0) - last)
-        elif trial.sound and trial.finished is not None:
-            halving, end = halving + last, end + max(0, trial.finished.rows - last)
+        last = trial.rung_results[-1].rows if trial.rung_results else 0
+        if trial.repeat_of is not None:
+            halving, end = halving + last, end + max(0, rows_by_trial.get(trial.number, 0) - last)
+        elif trial.is_valid and trial.final_result is not None:
+            halving, end = halving + last, end + max(0, trial.final_result.rows - last)
         else:
-            halving += max(last, seen.get(trial.number, 0))
+            halving += max(last, rows_by_trial.get(trial.number, 0))
     return halving, end
 
 
@@ -64,13 +64,13 @@ def behind(verdict: Mapping[str, Any]) -> bool:
     return verdict.get("kind") != "default" and first is not None and other is not None and other < first
 
 
-def gain(found: Sequence[Ended], defaults: Sequence[float], full_rows: int) -> dict[str, Any]:
-    """What the searches gain over the recipe as it stands, in points (hundredths) of the test score.
+def gain(searches: Sequence[FinishedSearch], defaults: Sequence[float], full_rows: int) -> dict[str, Any]:
+    """Gain of the searches over the unchanged recipe, in points (hundredths) of the test score.
 
     `defaults`: test scores of the recipe by seed. `full_rows`: rows of a full run.
     """
     default = statistics.fmean(defaults)
-    points = [100 * (one.test - default) for one in found]
+    points = [100 * (search.test - default) for search in searches]
     deviation = 100 * statistics.stdev(defaults) if len(defaults) > 1 else None
     worst = min(points)
     return {
@@ -79,12 +79,12 @@ def gain(found: Sequence[Ended], defaults: Sequence[float], full_rows: int) -> d
         "worst_search_deviations": worst / deviation if deviation else None,
         "default_test": default,
         "default_deviation_points": deviation,
-        "winner_test": statistics.fmean(one.test for one in found),
-        "winner_behind_default_on_held_back_rows": sum(behind(one.verdict) for one in found),
+        "winner_test": statistics.fmean(search.test for search in searches),
+        "winner_behind_default_on_held_back_rows": sum(behind(search.verdict) for search in searches),
         "full_run_rows": full_rows,
-        "search_full_runs": [one.rows / full_rows for one in found],
-        "end_full_runs": [one.rows_of_the_end / full_rows for one in found],
-        "search_seconds": [one.seconds for one in found],
+        "search_full_runs": [search.rows / full_rows for search in searches],
+        "end_full_runs": [search.rows_of_the_end / full_rows for search in searches],
+        "search_seconds": [search.seconds for search in searches],
     }
 
 
@@ -103,7 +103,7 @@ def best_of(pool: Sequence[Trained]) -> list[float]:
 
 
 def needed(curve: Sequence[float], score: float) -> int | None:
-    """How many random runs are expected to come to a score; None if the pool is too small for it."""
+    """Expected number of random runs to reach a score; None if the pool is too small."""
     return next((n for n, expected in enumerate(curve, 1) if expected >= score), None)
 
 
@@ -119,18 +119,18 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def against_random(
-    pool: Sequence[Trained], found: Sequence[Ended], defaults: Sequence[float], full_rows: int
+    pool: Sequence[Trained], searches: Sequence[FinishedSearch], defaults: Sequence[float], full_rows: int
 ) -> dict[str, Any]:
     """The rows of a search, without its end, beside those that random search takes to what the searches came to, less
     one deviation of the seeds."""
-    curve, reached = best_of(pool), statistics.fmean(one.test for one in found)
+    curve, winner_score = best_of(pool), statistics.fmean(search.test for search in searches)
     deviation = statistics.stdev(defaults) if len(defaults) > 1 else 0.0
-    runs, rows = needed(curve, reached - deviation), statistics.fmean(one.rows for one in found)
+    runs, rows = needed(curve, winner_score - deviation), statistics.fmean(search.rows for search in searches)
     bounds = interval(defaults)
     return {
         "pool": len(pool),
         "expected_best_of": curve,
-        "searches_reached": reached,
+        "searches_reached": winner_score,
         "random_runs_needed": runs,
         "rows_vs_random": None if runs is None else rows / (runs * full_rows),
         # A pool that is too small has not come there with all of its runs.

@@ -8,14 +8,14 @@ from typing import Any
 
 from benchmarks import rows
 from benchmarks.search import commands, figures
-from benchmarks.search.figures import Ended, Trained
+from benchmarks.search.figures import FinishedSearch, Trained
 from rtrain import config as configuration
 from rtrain.core.run_folder import Run
 from tune import points, space
-from tune.history import read_journal, replay
+from tune.history import read_journal, replay_journal
 
 SEEDS = (0, 1, 2)
-"""Seeds with which the recipe is trained as it stands."""
+"""Seeds of the unchanged recipe."""
 RECIPE, HEADLINE = "intent", "accuracy"
 BUDGET = 8.0
 """Full runs."""
@@ -36,7 +36,7 @@ class Work:
         """Settings of all runs."""
         return {
             "train.epochs": self.epochs,
-            "train.keep": 1,
+            "train.keep_checkpoints": 1,
             "train.log_every": 1,
         }
 
@@ -44,11 +44,11 @@ class Work:
         """The arguments that name the rows: so many of the training file, the same in each call, and the test file."""
         source, place = self.data / "banking77", self.folder / f"rows-{self.rows}"
         place.mkdir(parents=True, exist_ok=True)
-        found = list(dict.fromkeys(rows.read(source / "train.csv")))
-        random.Random(0).shuffle(found)
-        if len(found) < self.rows:
-            raise SystemExit(f"--rows {self.rows}: banking77 has {len(found)} training rows")
-        train = rows.write(place / "train.csv", found[: self.rows])
+        rows_found = list(dict.fromkeys(rows.read(source / "train.csv")))
+        random.Random(0).shuffle(rows_found)
+        if len(rows_found) < self.rows:
+            raise SystemExit(f"--rows {self.rows}: banking77 has {len(rows_found)} training rows")
+        train = rows.write(place / "train.csv", rows_found[: self.rows])
         test = rows.write(place / "test.csv", rows.read(source / "test.csv"))
         return ["--data", str(train), "--test", str(test)]
 
@@ -61,14 +61,14 @@ class Work:
 
 
 def search(work: Work, seed: int) -> Run:
-    values = {**work.values, "train.seed": seed, "tune.full_runs": BUDGET}
+    values = {**work.values, "train.seed": seed, "tune.budget_full_runs": BUDGET}
     return commands.tune(work.place(f"search-{seed}"), RECIPE, work.files(), values)
 
 
 def default(work: Work, seed: int) -> Run:
-    """The recipe as it stands. Trial 0 of the search with that seed is just this run, where there is one."""
+    """Run the unchanged recipe. Trial 0 of the search with that seed is the same run, if it exists."""
     first = Run(work.place(f"search-{seed}")).trial(0)
-    if first.finished:
+    if first.is_finished:
         return first
     return commands.train(work.place(f"default-{seed}"), RECIPE, work.files(), {**work.values, "train.seed": seed})
 
@@ -77,10 +77,10 @@ def defaults(work: Work) -> list[float]:
     return [commands.scores(default(work, seed), "test")[HEADLINE] for seed in SEEDS]
 
 
-def seen(made: Run) -> int:
+def rows_seen(run: Run) -> int:
     """Rows that a run was trained on, by its log; of all of its starts."""
     total, last = 0, 0
-    for event in made.events("started", "progress"):
+    for event in run.events("started", "progress"):
         if event["kind"] == "started":
             total, last = total + last, 0
         else:
@@ -88,17 +88,19 @@ def seen(made: Run) -> int:
     return total + last
 
 
-def ended(made: Run, seed: int) -> Ended:
-    """What a finished search has found."""
-    history = replay(read_journal(made.trials))
-    assert history.chosen is not None
-    halving, end = figures.rows_of_search(history, {one.number: seen(made.trial(one.number)) for one in history.trials})
-    return Ended(
+def finished_search(run: Run, seed: int) -> FinishedSearch:
+    """Result of a finished search."""
+    history = replay_journal(read_journal(run.trials))
+    assert history.winner is not None
+    halving, end = figures.rows_of_search(
+        history, {trial.number: rows_seen(run.trial(trial.number)) for trial in history.trials}
+    )
+    return FinishedSearch(
         seed=seed,
-        settings=next(one.settings for one in history.trials if one.number == history.chosen),
-        test=commands.scores(made.trial(history.chosen), "test")[HEADLINE],
-        default=commands.scores(made.trial(0), "test")[HEADLINE],
-        trials=len(history.own),
+        settings=next(trial.settings for trial in history.trials if trial.number == history.winner),
+        test=commands.scores(run.trial(history.winner), "test")[HEADLINE],
+        default=commands.scores(run.trial(0), "test")[HEADLINE],
+        trials=len(history.original_trials),
         rows=halving,
         rows_of_the_end=end,
         seconds=history.seconds,
@@ -111,40 +113,40 @@ def full_rows(work: Work) -> int:
     return int(json.loads(default(work, SEEDS[0]).summary.read_text(encoding="utf-8"))["rows_seen"])
 
 
-def found(work: Work) -> list[Ended]:
-    """The searches; those that have ended are read."""
-    return [ended(search(work, seed), seed) for seed in range(work.searches)]
+def load_searches(work: Work) -> list[FinishedSearch]:
+    """Run the searches; finished ones are read."""
+    return [finished_search(search(work, seed), seed) for seed in range(work.searches)]
 
 
 def gain(work: Work, keep: Any) -> dict[str, Any]:
-    """`keep(document)` keeps what is known after each search."""
-    done: list[Ended] = []
+    """`keep(document)` saves the results so far after each search."""
+    done: list[FinishedSearch] = []
     for seed in range(work.searches):
-        done.append(ended(search(work, seed), seed))
-        keep({"searches": [vars(one) for one in done]})
+        done.append(finished_search(search(work, seed), seed))
+        keep({"searches": [vars(search) for search in done]})
     return {
         **figures.gain(done, defaults(work), full_rows(work)),
-        "searches": [vars(one) for one in done],
+        "searches": [vars(search) for search in done],
     }
 
 
 # ------------------------------------------------------------------------------------------------------------- random
 
 
-def drawn(work: Work, number: int) -> dict[str, Any]:
+def draw_settings(work: Work, number: int) -> dict[str, Any]:
     """The settings of a random point of the space that the searches search."""
     paths = dict(zip(("data.path", "data.test"), work.files()[1::2], strict=True))
-    config = configuration.load(RECIPE, {**paths, **work.values})
-    return space.overrides(config, points.random_point(space.dimensions(config), 0, number))
+    config = configuration.load_config(RECIPE, {**paths, **work.values})
+    return space.trial_overrides(config, points.random_point(space.build_dimensions(config), 0, number))
 
 
 def against_random(work: Work, keep: Any) -> dict[str, Any]:
     pool: list[Trained] = []
     for number in range(work.pool):
         # Each seed has as many runs, so that no seed's luck is that of the pool.
-        values = {**work.values, **drawn(work, number), "train.seed": number % len(SEEDS)}
-        made = commands.train(work.place(f"random-{number:03d}"), RECIPE, work.files(), values)
-        pool.append(Trained(commands.scores(made, "valid")[HEADLINE], commands.scores(made, "test")[HEADLINE]))
-        keep({"runs": [vars(one) for one in pool]})
-    result = figures.against_random(pool, found(work), defaults(work), full_rows(work))
-    return {**result, "runs": [vars(one) for one in pool]}
+        values = {**work.values, **draw_settings(work, number), "train.seed": number % len(SEEDS)}
+        run = commands.train(work.place(f"random-{number:03d}"), RECIPE, work.files(), values)
+        pool.append(Trained(commands.scores(run, "valid")[HEADLINE], commands.scores(run, "test")[HEADLINE]))
+        keep({"runs": [vars(run) for run in pool]})
+    result = figures.against_random(pool, load_searches(work), defaults(work), full_rows(work))
+    return {**result, "runs": [vars(run) for run in pool]}

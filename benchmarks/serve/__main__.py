@@ -1,15 +1,12 @@
 """The endpoint beside others, and under load: `python -m benchmarks.serve [--json] [STUDENT PARENT]`.
 
-STUDENT is an int8 artefact, PARENT the float artefact that it comes from; without them both are made of the embedded
+STUDENT is an int8 artifact, PARENT the float artifact that it comes from; without them both are made of the embedded
 messages first. Server and client are pinned to a core each.
 
-beside    one connection and sixteen: rtrain serve, the same --alone, stock Ray Serve, uvicorn, a Transformers pipeline,
-          the engine by itself
-tail      p99 over p50 at 70 % load, in an open loop
-shadow    p99 while a candidate answers a fifth of the texts too, over p99 without
-overload  4 and 20 times the load: answers, rejections, memory
-kills     ten replicas killed at 70 % load
-soak      70 % load for minutes: memory and errors
+beside    one connection and sixteen: rtrain serve, the same --standalone, stock Ray Serve, uvicorn, a Transformers
+pipeline, the engine by itself tail      p99 over p50 at 70 % load, in an open loop shadow    p99 while a candidate
+answers a fifth of the texts too, over p99 without overload  4 and 20 times the load: answers, rejections, memory kills
+ten replicas killed at 70 % load soak      70 % load for minutes: memory and errors
 
 `results` are written after each part; wrk has to be installed, and h2load for `overload`.
 """
@@ -20,12 +17,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import Found, Keep, Results
+from benchmarks.results import Keep, PartResult, Results
 from benchmarks.serve import models, parts
 from benchmarks.serve.parts import Work
 
-PARTS: dict[str, Callable[[Work], Found]] = {
-    "beside": parts.beside,
+PARTS: dict[str, Callable[[Work], PartResult]] = {
+    "beside": parts.compare_sides,
     "tail": parts.tail,
     "shadow": parts.shadow,
     "overload": parts.overload,
@@ -50,14 +47,14 @@ TEXTS = (
     "the app says my top-up is pending since monday",
 )
 """In place of rows of a file."""
-MOST_TEXTS = 500
+MAX_TEXTS = 500
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(prog="python -m benchmarks.serve", description=__doc__, formatter_class=form)
-    parser.add_argument("student", type=Path, nargs="?", help="an int8 artefact")
-    parser.add_argument("parent", type=Path, nargs="?", help="the float artefact that it comes from")
+    parser.add_argument("student", type=Path, nargs="?", help="an int8 artifact")
+    parser.add_argument("parent", type=Path, nargs="?", help="the float artifact that it comes from")
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.add_argument("--rows", type=Path, help="csv file whose column `text` is asked (default: five texts)")
     parser.add_argument("--rounds", type=int, default=5, help="rounds, interleaved")
@@ -66,24 +63,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a setting of rtrain serve")
     parser.add_argument("--only", action="append", choices=PARTS, help="a part; repeatable (default: all)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmarks/serve.json"), help="file of the results")
-    chosen = parser.parse_args(arguments)
-    if chosen.student and not chosen.parent:
-        parser.error("name the float artefact that STUDENT comes from too, or neither: then both are made")
+    options = parser.parse_args(arguments)
+    if options.student and not options.parent:
+        parser.error("name the float artifact that STUDENT comes from too, or neither: then both are made")
     for name in ("rounds", "seconds"):
-        if getattr(chosen, name) < 1:
-            parser.error(f"--{name} {getattr(chosen, name)}: write 1 or more")
-    if chosen.minutes <= 0:
-        parser.error(f"--minutes {chosen.minutes}: write more than 0")
-    return chosen
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} {getattr(options, name)}: write 1 or more")
+    if options.minutes <= 0:
+        parser.error(f"--minutes {options.minutes}: write more than 0")
+    return options
 
 
-def texts_of(path: Path | None, most: int = MOST_TEXTS) -> list[str]:
+def read_texts(path: Path | None, max_texts: int = MAX_TEXTS) -> list[str]:
     """Our own, or so many of a file's from its beginning to its end: files are often in the order of their labels."""
     if path is None:
         return list(TEXTS)
     with path.open(encoding="utf-8", newline="") as file:
-        found = [row["text"] for row in csv.DictReader(file)]
-    return found[:: max(1, -(-len(found) // most))]
+        texts = [row["text"] for row in csv.DictReader(file)]
+    return texts[:: max(1, -(-len(texts) // max_texts))]
 
 
 def table(results: dict[str, Any]) -> str:
@@ -96,22 +93,22 @@ def table(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def at_once(part: Callable[[Work], Found], work: Work) -> Callable[[Keep], Found]:
-    """A part of minutes, of which nothing is known before its end."""
+def at_once(part: Callable[[Work], PartResult], work: Work) -> Callable[[Keep], PartResult]:
+    """A part that takes minutes, without partial results."""
     return lambda keep: part(work)
 
 
 def main() -> None:
-    chosen = parse()
-    texts = texts_of(chosen.rows)
-    results = Results(chosen.out, rounds=chosen.rounds, seconds=chosen.seconds, texts=len(texts))
-    named = (chosen.student, chosen.parent) if chosen.student else models.made(results.folder / "models")
-    student, parent = (folder.absolute() for folder in named)
-    settings = tuple(chosen.set)
-    work = Work(student, parent, texts, chosen.rounds, chosen.seconds, results.folder, settings, chosen.minutes)
-    for name in chosen.only or PARTS:
+    options = parse()
+    texts = read_texts(options.rows)
+    results = Results(options.out, rounds=options.rounds, seconds=options.seconds, texts=len(texts))
+    artifacts = (options.student, options.parent) if options.student else models.make_models(results.folder / "models")
+    student, parent = (folder.absolute() for folder in artifacts)
+    settings = tuple(options.set)
+    work = Work(student, parent, texts, options.rounds, options.seconds, results.folder, settings, options.minutes)
+    for name in options.only or PARTS:
         results.measure(name, at_once(PARTS[name], work))
-    print(results if chosen.json else table(results.parts))
+    print(results if options.json else table(results.parts))
 
 
 if __name__ == "__main__":

@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-LATE_S = 0.01
+MAX_LATENESS_S = 0.01
 """A request that begins later than this after it was due is a late one."""
-MOST_LATE = 0.01
+MAX_LATE_SHARE = 0.01
 """Share of late requests beyond which the client, not the endpoint, was measured."""
-MOST_CONNECTIONS = 3800
+MAX_CONNECTIONS = 3800
 """A flood has no more connections; the endpoint takes 4,096 at least."""
 WAIT_S = 20.0
 """Seconds that a flood may last beyond its time."""
@@ -48,12 +48,12 @@ end
 """
 
 
-class Void(Exception):
-    """The client was late: what it measured is not the endpoint."""
+class ClientTooLate(Exception):
+    """The client was late, so the measurement does not describe the endpoint."""
 
 
 BEST: Mapping[str, Any] = {"top_k": 1}
-"""What is asked for: the best label, which every other side answers with. Without it rtrain ranks and writes all of
+"""Request parameters: the best label only, as every other side answers. Without it rtrain ranks and writes all of
 them, 4.6 kB of 77."""
 
 
@@ -61,11 +61,11 @@ def body(text: str, parameters: Mapping[str, Any] = BEST) -> bytes:
     return json.dumps({"inputs": text, "parameters": parameters}).encode()
 
 
-def pinned(core: int | None) -> list[str]:
+def pin_command(core: int | None) -> list[str]:
     return [] if core is None else ["taskset", "-c", str(core)]
 
 
-def closed(
+def run_closed_loop(
     url: str,
     texts: Sequence[str],
     connections: int,
@@ -81,55 +81,57 @@ def closed(
         script.write(SCRIPT % quoted)
         script.flush()
         command = ["wrk", "-t1", f"-c{connections}", f"-d{seconds:.0f}s", "--timeout", "20s", "-s", script.name, url]
-        done = subprocess.run([*pinned(core), *command], capture_output=True, text=True, check=True)
-    found = json.loads(done.stdout.partition("RESULT ")[2])
+        done = subprocess.run([*pin_command(core), *command], capture_output=True, text=True, check=True)
+    summary = json.loads(done.stdout.partition("RESULT ")[2])
     return {
-        "rps": found["requests"] / (found["us"] / 1e6),
-        "p50_ms": found["p50_us"] / 1e3,
-        "p99_ms": found["p99_us"] / 1e3,
-        "errors": found["errors"],
+        "rps": summary["requests"] / (summary["us"] / 1e6),
+        "p50_ms": summary["p50_us"] / 1e3,
+        "p99_ms": summary["p99_us"] / 1e3,
+        "errors": summary["errors"],
     }
 
 
-def flooded(url: str, text: str, rate: float, seconds: float, core: int | None = None) -> "Open":
+def run_flood(url: str, text: str, rate: float, seconds: float, core: int | None = None) -> "OpenLoop":
     """What h2load sees at `rate` requests a second, more than the endpoint can answer: a client in Python would be late
     itself. A connection that waits asks nothing further, so that there are as many of them as rate and limits allow.
     Milliseconds count from when a request was sent."""
     if shutil.which("h2load") is None:
         raise SystemExit("h2load is not installed (Debian: apt-get install nghttp2-client)")
-    connections = max(1, min(MOST_CONNECTIONS, round(rate)))
+    connections = max(1, min(MAX_CONNECTIONS, round(rate)))
     with tempfile.TemporaryDirectory() as folder:
         content, log = Path(folder, "body.json"), Path(folder, "log.tsv")
         content.write_bytes(body(text))
         command = ["h2load", "--h1", "-t1", f"-c{connections}", f"--rps={rate / connections}", f"-D{seconds:.0f}"]
-        given = [f"--data={content}", "--header=content-type: application/json", f"--log-file={log}", url]
+        options = [f"--data={content}", "--header=content-type: application/json", f"--log-file={log}", url]
         with contextlib.suppress(subprocess.TimeoutExpired):  # it may wait for ever for a connection that was refused
             timeout = seconds + WAIT_S
-            subprocess.run([*pinned(core), *command, *given], stdout=subprocess.DEVNULL, check=True, timeout=timeout)
-        return logged(log.read_text())
+            subprocess.run(
+                [*pin_command(core), *command, *options], stdout=subprocess.DEVNULL, check=True, timeout=timeout
+            )
+        return parse_h2load_log(log.read_text())
 
 
-def logged(text: str) -> "Open":
+def parse_h2load_log(text: str) -> "OpenLoop":
     """h2load's log, a line each: microseconds of the epoch, status (-1: no answer), microseconds to the answer."""
-    found = Open()
+    log = OpenLoop()
     for line in text.splitlines():
         if len(parts := line.split("\t")) == 3:  # the last may be cut off
-            found.add(max(0, int(parts[1])), int(parts[2]) / 1e3)
-    return found
+            log.add(max(0, int(parts[1])), int(parts[2]) / 1e3)
+    return log
 
 
 # ------------------------------------------------------------------------------------------------------------ open loop
 
 
 @dataclass
-class Open:
-    """What an open loop saw: milliseconds from when a request was due to its answer, by status; 0: no answer."""
+class OpenLoop:
+    """Result of an open loop: milliseconds from the due time of a request to its answer, by status; 0: no answer."""
 
     ms: dict[int, list[float]] = field(default_factory=dict)
     late: int = 0
     retried: int = 0
     """Requests that were sent a second time, after a reset, a 500 or a 503."""
-    again: dict[int, int] = field(default_factory=dict)
+    retry_statuses: dict[int, int] = field(default_factory=dict)
     """How the second attempts ended, by status."""
 
     @property
@@ -143,17 +145,17 @@ class Open:
         return self.late / max(1, self.requests)
 
     def percentile(self, share: float, status: int = 200) -> float:
-        """By rank, of the answers of that status; NaN without one."""
+        """Percentile by rank of the answers that have that status; NaN if there are none."""
         ranked = sorted(self.ms.get(status, []))
         return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else math.nan
 
 
-def due(rate: float, seconds: float, seed: int) -> list[float]:
+def arrival_times(rate: float, seconds: float, seed: int) -> list[float]:
     """The moments, from 0, at which requests are due."""
-    draw, now, found = random.Random(seed), 0.0, []
+    draw, now, times = random.Random(seed), 0.0, []
     while (now := now + draw.expovariate(rate)) < seconds:
-        found.append(now)
-    return found
+        times.append(now)
+    return times
 
 
 class _Connections:
@@ -167,7 +169,7 @@ class _Connections:
         """The status of the answer; 0 where the connection was cut or refused."""
         pair = None
         try:
-            pair = self._taken() or await asyncio.open_connection(self._host, self._port)
+            pair = self._pop_idle() or await asyncio.open_connection(self._host, self._port)
             reader, writer = pair
             head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\n"
             writer.write(head.encode() + f"content-length: {len(content)}\r\n\r\n".encode() + content)
@@ -184,9 +186,9 @@ class _Connections:
             self._idle.append(pair)
         return status
 
-    def _taken(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
-        """The connection that was used last. One that the server has closed because nothing was asked over it is passed
-        over, as every client of HTTP does: asked again, it would count as a lost request."""
+    def _pop_idle(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter] | None:
+        """Most recently used idle connection. Connections that the server has closed are skipped, as in every HTTP
+        client: a request on one would count as lost."""
         while self._idle:
             reader, writer = self._idle.pop()
             if not reader.at_eof():
@@ -199,60 +201,62 @@ class _Connections:
             writer.close()
 
 
-async def _opened(url: str, texts: Sequence[str], rate: float, seconds: float, seed: int) -> Open:
-    parts, found = urlsplit(url), Open()
+async def _run_open_loop(url: str, texts: Sequence[str], rate: float, seconds: float, seed: int) -> OpenLoop:
+    parts, loop = urlsplit(url), OpenLoop()
     connections = _Connections(parts.hostname or "", parts.port or 80)
     bodies = [body(text) for text in texts]
     began = time.perf_counter()
 
     async def ask(number: int, moment: float) -> None:
-        found.late += time.perf_counter() - began - moment > LATE_S
+        loop.late += time.perf_counter() - began - moment > MAX_LATENESS_S
         content = bodies[number % len(bodies)]
         status = await connections.post(parts.path, content)
-        found.add(status, 1e3 * (time.perf_counter() - began - moment))
+        loop.add(status, 1e3 * (time.perf_counter() - began - moment))
         if status in (0, 500, 503):
-            found.retried += 1
+            loop.retried += 1
             second = await connections.post(parts.path, content)
-            found.again[second] = found.again.get(second, 0) + 1
+            loop.retry_statuses[second] = loop.retry_statuses.get(second, 0) + 1
 
     async with asyncio.TaskGroup() as group:
-        for number, moment in enumerate(due(rate, seconds, seed)):
+        for number, moment in enumerate(arrival_times(rate, seconds, seed)):
             wait = moment - (time.perf_counter() - began)
             if wait > 0:
                 await asyncio.sleep(wait)
             group.create_task(ask(number, moment))
     connections.close()
-    return found
+    return loop
 
 
-def opened(url: str, texts: Sequence[str], rate: float, seconds: float, seed: int = 0, void: bool = True) -> Open:
+def run_open_loop(
+    url: str, texts: Sequence[str], rate: float, seconds: float, seed: int = 0, void: bool = True
+) -> OpenLoop:
     """An open loop of `rate` requests a second. Raises `Void` where more than 1 % began late, unless told not to: an
     overloaded machine starves its own client as well."""
-    found = asyncio.run(_opened(url, texts, rate, seconds, seed))
-    if void and found.share_late() > MOST_LATE:
-        raise Void(f"{100 * found.share_late():.1f} % of the requests began late")
-    return found
+    loop = asyncio.run(_run_open_loop(url, texts, rate, seconds, seed))
+    if void and loop.share_late() > MAX_LATE_SHARE:
+        raise ClientTooLate(f"{100 * loop.share_late():.1f} % of the requests began late")
+    return loop
 
 
 def main() -> None:
     """In a process of its own, so that it can be pinned: the arguments of `opened` as JSON on stdin, and its find."""
-    given = json.load(sys.stdin)
-    found = opened(**given)
-    print(json.dumps({"ms": found.ms, "late": found.late, "retried": found.retried, "again": found.again}))
+    arguments = json.load(sys.stdin)
+    loop = run_open_loop(**arguments)
+    print(json.dumps({"ms": loop.ms, "late": loop.late, "retried": loop.retried, "again": loop.retry_statuses}))
 
 
-def opened_on(core: int | None, **given: Any) -> Open:
+def run_open_loop_on_core(core: int | None, **arguments: Any) -> OpenLoop:
     """`opened` in a process of its own, on one core."""
-    command = [*pinned(core), sys.executable, "-m", "benchmarks.serve.load"]
-    done = subprocess.run(command, input=json.dumps(given), capture_output=True, text=True, check=False)
+    command = [*pin_command(core), sys.executable, "-m", "benchmarks.serve.load"]
+    done = subprocess.run(command, input=json.dumps(arguments), capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
         if last and "Void" in last[0]:
-            raise Void(last[0].partition(": ")[2])
+            raise ClientTooLate(last[0].partition(": ")[2])
         raise SystemExit(done.stderr)
     read = json.loads(done.stdout)
     by_status = {int(status): ms for status, ms in read["ms"].items()}
-    return Open(by_status, read["late"], read["retried"], {int(status): n for status, n in read["again"].items()})
+    return OpenLoop(by_status, read["late"], read["retried"], {int(status): n for status, n in read["again"].items()})
 
 
 if __name__ == "__main__":

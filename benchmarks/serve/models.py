@@ -28,12 +28,12 @@ def artifacts(folder: Path) -> tuple[Path, Path]:
     return folder / "intent-student" / "artifact-int8", folder / "intent" / "artifact"
 
 
-def made(folder: Path) -> tuple[Path, Path]:
+def make_models(folder: Path) -> tuple[Path, Path]:
     """Both, which are made where they are not there yet: it takes minutes."""
     student, parent = artifacts(folder)
     if not student.is_dir():
-        shutil.rmtree(folder, ignore_errors=True)  # what was cut off
-        rows, _ = synthetic.write(folder / "data")
+        shutil.rmtree(folder, ignore_errors=True)  # remains of an interrupted start
+        rows, _ = synthetic.write_csv_files(folder / "data")
         for words in commands(folder, rows):
             sys.stderr.write(f"rtrain {' '.join(words)}\n")
             line = [sys.executable, "-m", "rtrain", *words]

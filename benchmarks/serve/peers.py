@@ -4,7 +4,7 @@ python -m benchmarks.serve.peers uvicorn|pipeline|stock ARTIFACT PORT
 
 uvicorn   FastAPI on uvicorn, and rtrain's own engine called once for each request: no batches, no checks, no Ray
 pipeline  FastAPI on uvicorn, and the text-classification pipeline of Transformers: what most teams write first
-stock     Ray Serve as it comes: FastAPI in a deployment of one replica, and rtrain's own engine
+stock     Ray Serve by default: FastAPI in a deployment of one replica, and rtrain's own engine
 """
 
 import sys
@@ -24,36 +24,36 @@ def engine(artifact: Path) -> Callable[[str], Any]:
 
 
 def pipeline(artifact: Path) -> Callable[[str], Any]:
-    """The artefact's encoder with a classifier of the same size. Its weights are chance: only its time counts, and an
-    artefact of mean pooling is one that Transformers must refuse to answer with."""
+    """The artifact's encoder with a classifier of the same size. Its weights are chance: only its time counts, and an
+    artifact of mean pooling is one that Transformers must refuse to answer with."""
     import torch
     import transformers
 
     from rtrain.inference import artifact as artifacts
 
     torch.set_num_threads(THREADS)
-    labels = len(artifacts.read(artifact).labels)
+    labels = len(artifacts.read_artifact(artifact).labels)
     network = transformers.AutoModelForSequenceClassification.from_pretrained(
         artifact, num_labels=labels, ignore_mismatched_sizes=True, trust_remote_code=False
     )
     tokenizer = transformers.AutoTokenizer.from_pretrained(artifact, trust_remote_code=False)
-    given = {"model": network.eval(), "tokenizer": tokenizer, "device": "cpu"}
-    found = transformers.pipeline("text-classification", **given, trust_remote_code=False)
-    return lambda text: found(text)
+    options = {"model": network.eval(), "tokenizer": tokenizer, "device": "cpu"}
+    answer = transformers.pipeline("text-classification", **options, trust_remote_code=False)
+    return lambda text: answer(text)
 
 
 def application(answer: Callable[[str], Any]) -> Any:
-    """An endpoint that is called on a thread for each request, as FastAPI does with what is not async."""
+    """An endpoint that runs on a thread per request, as FastAPI does for functions that are not async."""
     import fastapi
     import pydantic
 
-    class Asked(pydantic.BaseModel):
+    class PredictRequest(pydantic.BaseModel):
         inputs: str
 
     app = fastapi.FastAPI()
 
-    def predict(asked: Asked) -> Any:
-        return answer(asked.inputs)
+    def predict(request: PredictRequest) -> Any:
+        return answer(request.inputs)
 
     app.post("/predict")(predict)
     return app
@@ -65,7 +65,7 @@ def stock(artifact: Path, port: int) -> None:
     import ray
     from ray import serve
 
-    class Asked(pydantic.BaseModel):
+    class PredictRequest(pydantic.BaseModel):
         inputs: str
 
     app = fastapi.FastAPI()
@@ -77,8 +77,8 @@ def stock(artifact: Path, port: int) -> None:
             self.answer = engine(artifact)
 
         @app.post("/predict")
-        def predict(self, asked: Asked) -> Any:
-            return self.answer(asked.inputs)
+        def predict(self, request: PredictRequest) -> Any:
+            return self.answer(request.inputs)
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     serve.start(http_options={"host": "127.0.0.1", "port": port})

@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 from benchmarks import sides
-from benchmarks.serve.load import body, pinned
+from benchmarks.serve.load import body, pin_command
 
 READY_S = 180.0
 INTERVAL_S = 0.1
@@ -39,14 +39,14 @@ class Side:
         return [*self.command, *(("--port",) if self.port_option else ()), str(port)]
 
 
-def sides_of(student: Path, parent: Path, settings: Sequence[str] = ()) -> dict[str, Side]:
-    """All sides by name. `student` is the int8 artefact that five of them serve, `parent` the float model."""
-    own = (sys.executable, "-m", "rtrain", "serve", str(student), "--ungated")
-    given = tuple(word for one in settings for word in ("--set", one))
+def make_sides(student: Path, parent: Path, settings: Sequence[str] = ()) -> dict[str, Side]:
+    """All sides by name. `student` is the int8 artifact that five of them serve, `parent` the float model."""
+    command = (sys.executable, "-m", "rtrain", "serve", str(student), "--ungated")
+    options = tuple(word for assignment in settings for word in ("--set", assignment))
     peer = (sys.executable, "-m", "benchmarks.serve.peers")
     return {
-        "rtrain": Side((*own, *given), port_option=True),
-        "alone": Side((*own, "--alone", *given), port_option=True),
+        "rtrain": Side((*command, *options), port_option=True),
+        "standalone": Side((*command, "--standalone", *options), port_option=True),
         "stock": Side((*peer, "stock", str(student))),
         "uvicorn": Side((*peer, "uvicorn", str(student))),
         "pipeline": Side((*peer, "pipeline", str(parent))),
@@ -54,9 +54,9 @@ def sides_of(student: Path, parent: Path, settings: Sequence[str] = ()) -> dict[
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        return int(one.getsockname()[1])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,9 @@ class Running:
 def memory_mb(processes: Iterable[psutil.Process]) -> float:
     """Memory of these processes; pages that they share are counted once (PSS)."""
     total = 0
-    for one in processes:
+    for process in processes:
         with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-            total += one.memory_full_info().pss
+            total += process.memory_full_info().pss
     return total / 1e6
 
 
@@ -94,7 +94,7 @@ def running(side: Side, core: int | None, log: Path) -> Iterator[Running]:
     """The side, once it answers. All its processes keep to `core`."""
     port = free_port()
     url = f"http://127.0.0.1:{port}/predict"
-    command = [*pinned(core), *side.started_at(port)]
+    command = [*pin_command(core), *side.started_at(port)]
     with log.open("ab") as output:
         process = subprocess.Popen(command, env=environment(), stdout=output, stderr=output)
         try:
@@ -145,16 +145,16 @@ print(json.dumps(found[len(texts):] or found))
 
 def raw(artifact: Path, texts: Sequence[str], calls: int, core: int | None) -> dict[str, float]:
     """The same engine in a plain loop, a text at a time, tokens and decoding included: `p50_ms` and `rps`."""
-    with tempfile.TemporaryFile("w+") as given:
-        json.dump(list(texts), given)
-        given.seek(0)
-        command = [*pinned(core), sys.executable, "-c", RAW, str(artifact), str(calls)]
-        done = subprocess.run(command, stdin=given, capture_output=True, text=True, check=True, env=environment())
+    with tempfile.TemporaryFile("w+") as stdin:
+        json.dump(list(texts), stdin)
+        stdin.seek(0)
+        command = [*pin_command(core), sys.executable, "-c", RAW, str(artifact), str(calls)]
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, check=True, env=environment())
     seconds: list[float] = json.loads(done.stdout.splitlines()[-1])
     return {"p50_ms": 1e3 * statistics.median(seconds), "rps": len(seconds) / sum(seconds)}
 
 
 def cores() -> tuple[int | None, int | None]:
     """One core for the server and one for the client, where there are two."""
-    here: list[Any] = sorted(os.sched_getaffinity(0))
-    return (here[0], here[1]) if len(here) > 1 else (None, None)
+    available_cores: list[Any] = sorted(os.sched_getaffinity(0))
+    return (available_cores[0], available_cores[1]) if len(available_cores) > 1 else (None, None)

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: a folder each, written whole or not at all, verified before use. No pickle.
+"""Checkpoints of a run: one folder each, written atomically and verified before use. No pickle.
 
-checkpoints/update-00000120/
+checkpoints/step-00000120/
     model.safetensors   optim.safetensors   state.json
     MANIFEST.json       size and SHA-256 of each file; written last
-checkpoints/.update-*   drafts, and what is being deleted
-checkpoints/damaged/    what did not verify, as it was found, and in REASON.txt why
+checkpoints/.step-*       drafts, and checkpoints that are being deleted
+checkpoints/quarantine/   checkpoints that did not verify, unchanged, with the reason in REASON.txt
 """
 
 import json
@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rtrain.checkpoint.loss_scale import Scale
+from rtrain.checkpoint.loss_scale import LossScale
 from rtrain.core import atomic_write, manifest
 from rtrain.core.errors import UserError
 from rtrain.parallel import dtensor_utils
@@ -23,105 +23,105 @@ from rtrain.parallel import dtensor_utils
 if TYPE_CHECKING:
     import torch
 
-SCHEMA_VERSION = 3
-FILES = ("model.safetensors", "optim.safetensors", "state.json")
-DAMAGED, REASON = "damaged", "REASON.txt"
-STATELESS = "stateless"
-"""Key of the optimizer file's note: parameters that had no optimizer state, since they never had a gradient."""
+SCHEMA_VERSION = 4
+CHECKPOINT_FILES = ("model.safetensors", "optim.safetensors", "state.json")
+QUARANTINE_FOLDER, REASON_FILE = "quarantine", "REASON.txt"
+STATELESS_KEY = "stateless"
+"""Metadata key of the optimizer file: parameters without optimizer state, since they never had a gradient."""
 
 
-STEP = "step"
-"""The kind of optimizer state that is one number, whatever the parameter's shape."""
+STEP_STATE = "step"
+"""The kind of optimizer state that is a scalar, whatever the parameter's shape."""
 
 
-class OtherWeights(UserError):
-    """A checkpoint of a model with other weights than the one that is to take it up."""
+class WrongModelError(UserError):
+    """A checkpoint of a model with other weights."""
 
     code = "other_model"
 
 
-class Incomplete(UserError):
-    """A checkpoint whose files are whole and which still lacks something that a resume needs."""
+class IncompleteCheckpointError(UserError):
+    """A checkpoint with intact files that lacks state for a resume."""
 
     code = "incomplete_checkpoint"
 
 
-class OtherVersion(UserError):
-    """A checkpoint that another version of rtrain wrote: it may be as good as ever, but this one cannot read it."""
+class UnsupportedVersionError(UserError):
+    """A checkpoint of another version of rtrain: possibly intact, but unreadable for this version."""
 
     code = "other_version"
 
 
-class OtherRun(UserError):
-    """A checkpoint that is whole and of other settings than the run: to take it up would be wrong, to lose it too."""
+class WrongRunError(UserError):
+    """An intact checkpoint of other settings than the run: neither to load nor to delete."""
 
     code = "other_run"
 
-    def __init__(self, place: object):
-        self.place = place
+    def __init__(self, location: object):
+        self.location = location
         super().__init__(
-            f"{place} is of another run: its settings or its rows are not those of config.yaml. Put back the "
-            "config.yaml that it was trained with, or name a new folder with --new; to go on without it, move it away."
+            f"{location} belongs to another run: its settings or rows differ from config.yaml. Restore the config.yaml "
+            "of its training, or name a new folder with --new; to continue without it, move it away."
         )
 
-    def __reduce__(self) -> tuple[type["OtherRun"], tuple[object]]:
-        return type(self), (self.place,)  # on the way back from a Ray worker
+    def __reduce__(self) -> tuple[type["WrongRunError"], tuple[object]]:
+        return type(self), (self.location,)  # for pickling, from a Ray worker
 
 
 @dataclass(frozen=True)
-class State:
-    """Where a run stands after `update` updates, beside its weights and optimizer state."""
+class CheckpointState:
+    """The state of a run after `step` steps, in addition to weights and optimizer state."""
 
-    update: int
+    step: int
     ledger: str
-    """Hash chain over the rows of all updates so far."""
-    best_update: int | None
+    """Hash chain over the rows of all steps so far."""
+    best_step: int | None
     best_score: float | None
-    run: str = ""
-    """Identity of the run that this is a state of: no other run takes it up."""
+    run_id: str = ""
+    """Identity of the run; no other run loads this checkpoint."""
     schema_version: int = SCHEMA_VERSION
-    scale: Scale | None = None
-    """Loss scale of the coming update, where the loss is scaled."""
+    scale: LossScale | None = None
+    """Loss scale of the next step, where the loss is scaled."""
     best_loss: float | None = None
-    """Mean loss of the validation rows by the best weights; None where no row has one."""
+    """Mean validation loss of the best weights; None where no row has a loss."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A run at one moment, in memory of its own: the model and the optimizer may go on."""
+    """A copy of a run's state in separate memory: model and optimizer may change meanwhile."""
 
     model: "dict[str, torch.Tensor]"
     optimizer: "dict[str, torch.Tensor]"
-    """The optimizer's state by parameter name and kind, `<name>:<kind>`: the optimizer's own numbers are not stable."""
-    stateless: tuple[str, ...]
-    state: State
+    """The optimizer's state by parameter name and kind, `<name>:<kind>`: the optimizer's own indices are not stable."""
+    stateless_names: tuple[str, ...]
+    state: CheckpointState
 
     @classmethod
-    def take(
+    def capture(
         cls,
         model: "torch.nn.Module",
         optimizer: "torch.optim.Optimizer",
-        state: State,
-        over: "Snapshot | None" = None,
-        gathered: "Gathered" = dict.items,
+        state: CheckpointState,
+        buffers: "Snapshot | None" = None,
+        gather: "GatherTensors" = dict.items,
     ) -> "Snapshot":
-        """Copy to the processor's memory: to that of `over`, an earlier one that nobody reads any more.
+        """Copy to CPU memory, into the tensors of `buffers`, an earlier snapshot that is no longer read.
 
-        `gathered` makes whole tensors of this worker's shares; where it gives none, on other workers than rank 0, the
-        snapshot is empty.
+        `gather` yields full tensors from this worker's shards; on other ranks than 0 it yields none, and the snapshot
+        is empty.
         """
-        weights = _copied(gathered(model.state_dict()), over.model if over else {})
-        moments = _copied(gathered(moments_of(model, optimizer)), over.optimizer if over else {})
-        having = {key.rpartition(":")[0] for key in moments}
-        stateless = tuple(name for name, _ in model.named_parameters() if name not in having)
-        return cls(weights, moments, stateless, state)
+        weights = _copy_to_cpu(gather(model.state_dict()), buffers.model if buffers else {})
+        moments = _copy_to_cpu(gather(collect_optimizer_state(model, optimizer)), buffers.optimizer if buffers else {})
+        names_with_state = {key.rpartition(":")[0] for key in moments}
+        stateless_names = tuple(name for name, _ in model.named_parameters() if name not in names_with_state)
+        return cls(weights, moments, stateless_names, state)
 
 
-Gathered = Callable[[dict[str, "torch.Tensor"]], Iterable[tuple[str, "torch.Tensor"]]]
+GatherTensors = Callable[[dict[str, "torch.Tensor"]], Iterable[tuple[str, "torch.Tensor"]]]
 
 
-def moments_of(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> "dict[str, torch.Tensor]":
-    """This worker's optimizer state; see `Snapshot.optimizer`."""
+def collect_optimizer_state(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> "dict[str, torch.Tensor]":
+    """Return this worker's optimizer state; see `Snapshot.optimizer`."""
     return {
         f"{name}:{kind}": value
         for name, parameter in model.named_parameters()
@@ -129,117 +129,124 @@ def moments_of(model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> 
     }
 
 
-def _copied(
-    tensors: "Iterable[tuple[str, torch.Tensor]]", over: "dict[str, torch.Tensor]"
+def _copy_to_cpu(
+    tensors: "Iterable[tuple[str, torch.Tensor]]", buffers: "dict[str, torch.Tensor]"
 ) -> "dict[str, torch.Tensor]":
-    """New memory costs several times the copy: the kernel clears each of its pages first."""
+    """Copy into `buffers` where shapes match: new memory costs several times the copy, since the kernel clears its
+    pages."""
     import torch
 
-    found = {}
+    copies = {}
     for name, tensor in tensors:
-        old = over.get(name)
-        if old is not None and old.shape == tensor.shape and old.dtype == tensor.dtype:
-            found[name] = old.copy_(tensor.detach())
+        buffer = buffers.get(name)
+        if buffer is not None and buffer.shape == tensor.shape and buffer.dtype == tensor.dtype:
+            copies[name] = buffer.copy_(tensor.detach())
         else:
-            found[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
-    return found
+            copies[name] = tensor.detach().to("cpu", copy=True, memory_format=torch.contiguous_format)
+    return copies
 
 
-def save(folder: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", state: State) -> Path:
-    """Write a checkpoint under `folder`, and return when it is on the disk."""
-    return write(folder, Snapshot.take(model, optimizer, state))
+def save_checkpoint(
+    folder: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", state: CheckpointState
+) -> Path:
+    """Write a checkpoint under `folder`; return when it is on disk."""
+    return write_checkpoint(folder, Snapshot.capture(model, optimizer, state))
 
 
-def write(folder: Path, snapshot: Snapshot) -> Path:
-    """Put a checkpoint under `folder`; a crash at any moment leaves all of it, or a draft that `sweep` removes."""
+def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
+    """Write a checkpoint under `folder`; a crash at any moment leaves all of it, or a draft for `remove_drafts`."""
     state = snapshot.state
-    final = path_of(folder, state.update)
-    if is_complete(final) and sound(folder, state.update, state.run):
-        return final
+    final_path = checkpoint_path(folder, state.step)
+    if is_complete(final_path) and verify_or_quarantine(folder, state.step, state.run_id):
+        return final_path
     if not folder.is_dir():
         folder.mkdir(parents=True)
         atomic_write.sync(folder.parent)
-    draft = _hidden(final)
+    draft = _draft_path(final_path)
     draft.mkdir()
     try:
         _save_tensors(draft / "model.safetensors", snapshot.model)
         _save_tensors(
-            draft / "optim.safetensors", snapshot.optimizer, {STATELESS: json.dumps(list(snapshot.stateless))}
+            draft / "optim.safetensors", snapshot.optimizer, {STATELESS_KEY: json.dumps(list(snapshot.stateless_names))}
         )
         (draft / "state.json").write_text(json.dumps(asdict(state)))
-        manifest.write(draft)
-        discard(final)  # only ever an incomplete one: see above
-        draft.rename(final)
+        manifest.write_manifest(draft)
+        delete_checkpoint(final_path)  # only an incomplete one: see above
+        draft.rename(final_path)
         atomic_write.sync(folder)
     except OSError:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return final
+    return final_path
 
 
-def _save_tensors(path: Path, tensors: "dict[str, torch.Tensor]", notes: dict[str, str] | None = None) -> None:
+def _save_tensors(path: Path, tensors: "dict[str, torch.Tensor]", metadata: dict[str, str] | None = None) -> None:
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     try:
-        save_file(tensors, path, notes)
-    except SafetensorError as error:  # so it names a full disk and the like
+        save_file(tensors, path, metadata)
+    except SafetensorError as error:  # safetensors wraps a full disk and similar errors
         raise OSError(str(error)) from None
 
 
-def load(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer | None" = None) -> State:
-    """Put a checkpoint into `model` and `optimizer`, of which this worker may have a share.
+def load_checkpoint(
+    path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer | None" = None
+) -> CheckpointState:
+    """Load a checkpoint into `model` and `optimizer`, which may be sharded.
 
-    Raises `Incomplete` where it lacks some optimizer state, and `OtherWeights` where it is of another model.
+    Raises `IncompleteCheckpointError` for missing optimizer state and `WrongModelError` for another model.
     """
     import torch
     from safetensors import safe_open
 
-    own = model.state_dict()
+    model_state = model.state_dict()
     with safe_open(path / "model.safetensors", "pt") as file, torch.no_grad():
-        if other := set(own) ^ set(file.keys()):
-            raise OtherWeights(
-                f"{path} is of another model: {', '.join(sorted(other)[:3])} are in one of the two alone"
+        if mismatched_names := set(model_state) ^ set(file.keys()):
+            raise WrongModelError(
+                f"{path} is of another model: only one of the two has {', '.join(sorted(mismatched_names)[:3])}"
             )
-        for name, value in own.items():  # one after another: no worker has to hold all of them
-            if dtensor_utils.here(value):
-                dtensor_utils.fill(value, file.get_tensor(name))
+        for name, value in model_state.items():  # one by one: no worker holds all of them
+            if dtensor_utils.is_materialized(value):
+                dtensor_utils.copy_into(value, file.get_tensor(name))
     if optimizer is not None:
         _restore_optimizer(path / "optim.safetensors", model, optimizer)
     return read_state(path)
 
 
-def read_state(path: Path) -> State:
+def read_state(path: Path) -> CheckpointState:
     document = json.loads((path / "state.json").read_text())
     if (version := document.pop("schema_version", None)) != SCHEMA_VERSION:
-        raise OtherVersion(
+        raise UnsupportedVersionError(
             f"{path} was written by another version of rtrain (checkpoint format {version}; this one reads "
             f"{SCHEMA_VERSION}). Continue the run with that version, or start another run with --new."
         )
     scale = document.pop("scale")
-    return State(**document, scale=None if scale is None else Scale(**scale))
+    return CheckpointState(**document, scale=None if scale is None else LossScale(**scale))
 
 
 def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:
     from safetensors import safe_open
 
     with safe_open(path, "pt") as file:
-        stateless = json.loads((file.metadata() or {}).get(STATELESS, "[]"))
-        kinds: dict[str, list[str]] = {}
+        stateless_names = json.loads((file.metadata() or {}).get(STATELESS_KEY, "[]"))
+        state_kinds: dict[str, list[str]] = {}
         for key in file.keys():  # noqa: SIM118 - a file, not a dict
             name, _, kind = key.rpartition(":")
-            kinds.setdefault(name, []).append(kind)
+            state_kinds.setdefault(name, []).append(kind)
         for name, parameter in model.named_parameters():
-            if not dtensor_utils.here(parameter):
+            if not dtensor_utils.is_materialized(parameter):
                 continue
-            if found := {kind: file.get_tensor(f"{name}:{kind}") for kind in kinds.get(name, ())}:
+            if parameter_state := {kind: file.get_tensor(f"{name}:{kind}") for kind in state_kinds.get(name, ())}:
                 optimizer.state[parameter] = {
-                    kind: dtensor_utils.like(value, parameter) if kind != STEP else value.to(parameter.device)
-                    for kind, value in found.items()
+                    kind: dtensor_utils.distribute_like(value, parameter)
+                    if kind != STEP_STATE
+                    else value.to(parameter.device)
+                    for kind, value in parameter_state.items()
                 }
-            elif name not in stateless:
-                # It would train on, as another run: AdamW would start its moments and its bias correction again.
-                raise Incomplete(
+            elif name not in stateless_names:
+                # Training would continue as another run: AdamW would restart its moments and bias correction.
+                raise IncompleteCheckpointError(
                     f"{path} has no optimizer state for {name}: resuming would not continue this run. Remove that "
                     "checkpoint's folder to resume from an older one, or start another run with --new."
                 )
@@ -249,79 +256,82 @@ def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.o
 
 
 def is_complete(folder: Path) -> bool:
-    return (folder / manifest.NAME).is_file()
+    return (folder / manifest.FILE_NAME).is_file()
 
 
-def updates(folder: Path) -> list[int]:
-    """Update numbers of the complete checkpoints, ascending."""
-    found = [update_of(path.name) for path in folder.glob("update-*")] if folder.is_dir() else []
-    return sorted(update for update in found if update is not None and is_complete(path_of(folder, update)))
+def list_steps(folder: Path) -> list[int]:
+    """Return the steps of the complete checkpoints, ascending."""
+    steps = [parse_step(path.name) for path in folder.glob("step-*")] if folder.is_dir() else []
+    return sorted(step for step in steps if step is not None and is_complete(checkpoint_path(folder, step)))
 
 
-def path_of(folder: Path, update: int) -> Path:
-    return folder / f"update-{update:08d}"
+def checkpoint_path(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
 
 
-def update_of(name: str) -> int | None:
-    """The update that a checkpoint's folder is named for."""
-    number = name.removeprefix("update-")
-    return int(number) if number.isdecimal() else None
+def parse_step(name: str) -> int | None:
+    """Return the step in the name of a checkpoint's folder; None for another name."""
+    digits = name.removeprefix("step-")
+    return int(digits) if digits.isdecimal() else None
 
 
-def select(folder: Path, run: str) -> int | None:
-    """The newest checkpoint of `run` that verifies."""
-    return next((update for update in reversed(updates(folder)) if sound(folder, update, run)), None)
+def find_latest(folder: Path, run_id: str) -> int | None:
+    """Return the step of the newest checkpoint of `run_id` that verifies."""
+    return next((step for step in reversed(list_steps(folder)) if verify_or_quarantine(folder, step, run_id)), None)
 
 
-def sound(folder: Path, update: int, run: str) -> bool:
-    """Whether a checkpoint verifies; one that lies is set aside under `damaged/`, never loaded, never deleted.
+def verify_or_quarantine(folder: Path, step: int, run_id: str) -> bool:
+    """Whether a checkpoint verifies; a damaged one is moved to `quarantine/`, never loaded and never deleted.
 
-    Raises `OtherVersion`, `OtherRun` or `manifest.Unreadable`: what this version cannot read, what belongs to another
-    run and what cannot be read now is not damaged.
+    Raises `UnsupportedVersionError`, `WrongRunError` or `manifest.UnreadableFileError`: checkpoints of another version
+    or run, and files that cannot be read at the moment, are not damaged.
     """
-    path = path_of(folder, update)
-    if (wrong := flaw(path, update, run)) is None:
+    path = checkpoint_path(folder, step)
+    if (problem := find_problem(path, step, run_id)) is None:
         return True
     if path.is_dir():
-        aside = folder / DAMAGED / f"{path.name}-{uuid.uuid4().hex[:8]}"
-        aside.parent.mkdir(exist_ok=True)
-        path.rename(aside)
-        (aside / REASON).write_text(f"{wrong}\n", encoding="utf-8")
+        quarantine_path = folder / QUARANTINE_FOLDER / f"{path.name}-{uuid.uuid4().hex[:8]}"
+        quarantine_path.parent.mkdir(exist_ok=True)
+        path.rename(quarantine_path)
+        (quarantine_path / REASON_FILE).write_text(f"{problem}\n", encoding="utf-8")
     return False
 
 
-def set_aside(folder: Path) -> dict[str, str]:
-    """Names of the checkpoints that did not verify, and why."""
-    return {path.parent.name: path.read_text().strip() for path in sorted((folder / DAMAGED).glob(f"*/{REASON}"))}
+def list_quarantined(folder: Path) -> dict[str, str]:
+    """Return the names of the quarantined checkpoints with the reasons."""
+    return {
+        path.parent.name: path.read_text().strip()
+        for path in sorted((folder / QUARANTINE_FOLDER).glob(f"*/{REASON_FILE}"))
+    }
 
 
-def flaw(path: Path, update: int, run: str) -> str | None:
-    """Why a folder is not the checkpoint of `run` after `update` updates, or None. Every byte is compared. Raises as
-    `sound` does."""
-    if (wrong := manifest.damage(path, FILES)) is not None:
-        return wrong
+def find_problem(path: Path, step: int, run_id: str) -> str | None:
+    """Return why a folder is not the checkpoint of `run_id` after `step` steps, or None. Every byte is compared. Raises
+    the errors of `verify_or_quarantine`."""
+    if (problem := manifest.find_damage(path, CHECKPOINT_FILES)) is not None:
+        return problem
     state = read_state(path)
-    if state.update != update:  # whole files under a wrong name: an older copy was put in a newer one's place
-        return f"it is of update {state.update}"
-    if state.run != run:
-        raise OtherRun(path)
+    if state.step != step:  # an older checkpoint was copied over a newer one
+        return f"it is of step {state.step}"
+    if state.run_id != run_id:
+        raise WrongRunError(path)
     return None
 
 
 # --------------------------------------------------------------------------------------------------------- removal
 
 
-def discard(path: Path) -> None:
-    """Delete a checkpoint. Its name goes first: what a crash leaves of it is a draft, and never looks damaged."""
+def delete_checkpoint(path: Path) -> None:
+    """Delete a checkpoint. It is renamed to a draft first: a crash never leaves a checkpoint that looks damaged."""
     if path.is_dir():
-        shutil.rmtree(path.rename(_hidden(path)), ignore_errors=True)
+        shutil.rmtree(path.rename(_draft_path(path)), ignore_errors=True)
 
 
-def sweep(folder: Path) -> None:
-    """Remove what crashes left: drafts, and the rest of deleted checkpoints. Only while nothing is being saved."""
-    for draft in folder.glob(".update-*"):
+def remove_drafts(folder: Path) -> None:
+    """Remove drafts and partly deleted checkpoints of crashed processes. Only call while nothing is being saved."""
+    for draft in folder.glob(".step-*"):
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _hidden(path: Path) -> Path:
+def _draft_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")

@@ -1,46 +1,46 @@
 """Dynamic loss scaling keeps small gradients of fp16 from vanishing (Micikevicius et al. 2018, arXiv:1710.03740).
 
-The loss is multiplied by a scale and the gradient divided by it again. A gradient that is infinite is thrown away, and
-the scale is halved; after many finite ones in a row it is doubled. Scales are powers of two: they round nothing.
+The loss is multiplied by a scale and the gradient divided by it. A non-finite gradient is discarded and the scale is
+halved; after many finite gradients in a row the scale is doubled. Scales are powers of two, so scaling rounds nothing.
 
-torch.amp.GradScaler has the same rules (a test compares the two). It is not used since it judges the gradients of the
-parameters that an optimizer holds, as that worker sees them, and keeps its state in tensors: here the norm of the whole
-gradient, which all workers know alike, decides, and the state is three numbers of a checkpoint.
+torch.amp.GradScaler has the same rules (a test compares the two). It is not used, since it checks the gradients of one
+worker's parameters and keeps its state in tensors: here the norm of the full gradient, equal on all workers, decides,
+and the state is three numbers in a checkpoint.
 """
 
 from dataclasses import dataclass, replace
 
-FIRST, LEAST, MOST = 2.0**16, 2.0**-10, 2.0**24
-GROWS_AFTER = 2000
+INITIAL_SCALE, MIN_SCALE, MAX_SCALE = 2.0**16, 2.0**-10, 2.0**24
+GROWTH_INTERVAL = 2000
 """Finite gradients in a row after which the scale is doubled."""
-TRIES = 20
-"""Infinite gradients in a row after which something other than the scale is wrong."""
+MAX_CONSECUTIVE_OVERFLOWS = 20
+"""Non-finite gradients in a row after which the cause is not the scale."""
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The scale of the coming update; a function of the updates before it, the same on every worker."""
+class LossScale:
+    """The scale of the next step; a function of the steps before it, equal on every worker."""
 
-    value: float = FIRST
-    finite: int = 0
+    value: float = INITIAL_SCALE
+    finite_steps: int = 0
     """Finite gradients in a row since the scale last changed."""
-    infinite: int = 0
-    """Infinite gradients in a row."""
+    overflow_steps: int = 0
+    """Non-finite gradients in a row."""
 
-    def after(self, *, finite: bool) -> "Scale":
-        """The scale once a gradient was found to be finite, or not."""
-        if not finite:
-            return Scale(self.value / 2, 0, self.infinite + 1)
-        if self.finite + 1 < GROWS_AFTER:
-            return replace(self, finite=self.finite + 1, infinite=0)
-        return Scale(min(2 * self.value, MOST))
+    def next_scale(self, *, is_finite: bool) -> "LossScale":
+        """Return the scale after a gradient that was finite or not."""
+        if not is_finite:
+            return LossScale(self.value / 2, 0, self.overflow_steps + 1)
+        if self.finite_steps + 1 < GROWTH_INTERVAL:
+            return replace(self, finite_steps=self.finite_steps + 1, overflow_steps=0)
+        return LossScale(min(2 * self.value, MAX_SCALE))
 
     @property
-    def hopeless(self) -> bool:
+    def is_exhausted(self) -> bool:
         """Whether a smaller scale would not help."""
-        return self.infinite >= TRIES or self.value < LEAST
+        return self.overflow_steps >= MAX_CONSECUTIVE_OVERFLOWS or self.value < MIN_SCALE
 
 
-def first(precision: str) -> Scale | None:
-    """What a run in this precision begins with; None where its loss is not scaled."""
-    return Scale() if precision == "fp16" else None
+def initial_scale(precision: str) -> LossScale | None:
+    """Return the first scale of a run in this precision; None where the loss is not scaled."""
+    return LossScale() if precision == "fp16" else None

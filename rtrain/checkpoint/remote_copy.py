@@ -1,17 +1,16 @@
-"""A run's copy at a URL of any kind that fsspec knows: what a run whose folder is lost is resumed from.
+"""The remote copy of a run, at any URL that fsspec supports. It restores a run whose folder is lost.
 
 <cluster.storage>/<run>/
-    owner                       the start that may write here: an earlier one that is still alive is refused
-    config.yaml decisions.json  as of the newest checkpoint here
-    events.jsonl                the log as of this start's first copy
-    events/000000012345         what came to it later, from that byte on
-    checkpoints/update-00000120/...              a checkpoint's files, and its MANIFEST.json last
-    artifact/... predictions-*.parquet           of a finished run
-    rungs/update-00000040.safetensors            of a trial: its answers at the rungs of its search
-    trials.jsonl trials/...                      of a search: its journal, as a log is; its trials lie below it as runs
+    owner                       token of the attempt that may write here: an earlier attempt that still runs is refused
+    config.yaml decisions.json  as of the newest checkpoint here events.jsonl                the log as of this
+    attempt's first copy events/000000012345         the log's later bytes, from this offset
+    checkpoints/step-00000120/...              a checkpoint's files, and its MANIFEST.json last artifact/...
+    predictions-*.parquet           of a finished run rungs/step-00000040.safetensors            of a trial: its
+    predictions at the rungs of its search trials.jsonl trials/...                      of a search: its journal, copied
+    like a log; its trials lie below as runs
 
-Object stores have no rename, so a manifest makes the checkpoint: what an interrupted copy leaves has none, and what an
-interrupted deletion leaves has lost it first. Whatever comes back is verified like any other checkpoint.
+Object stores have no rename, so a checkpoint is complete once it has its manifest: an interrupted upload has none yet,
+and a deletion removes it first. A downloaded checkpoint is verified like any other.
 """
 
 import shutil
@@ -22,348 +21,366 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from rtrain.checkpoint import format as checkpoint_format
-from rtrain.config import Cluster
+from rtrain.config import ClusterConfig
 from rtrain.core import atomic_write, events, manifest
-from rtrain.core.errors import UserError, hide
+from rtrain.core.errors import UserError, redact
 
-OWNER = "owner"
-TOLD_APART = ("identity", "data_digest")
-"""By what the event `created` says of these, runs are told apart whose weights differ."""
-FILES = ("config.yaml", "decisions.json", "costs.json")
-"""The files of a run or search that a resume reads, beside log and checkpoints; the first is always there."""
-LOGS = ("events.jsonl", "trials.jsonl")
-"""Files that are only added to. What is new lies in a folder of the name without its ending."""
-ANSWERS = ("predictions-valid.parquet", "predictions-test.parquet")
-RUNGS = "rungs"
-HELD = (*FILES, *ANSWERS, RUNGS, "checkpoints", "artifact")
-"""What of a run is here, beside its logs."""
-Found = TypeVar("Found")
+OWNER_FILE = "owner"
+IDENTITY_FIELDS = ("recipe_digest", "data_digest")
+"""Keys of the event `created` that distinguish runs with different weights."""
+RUN_FILES = ("config.yaml", "decisions.json", "costs.json")
+"""The files of a run or search that a resume reads, in addition to log and checkpoints; the first always exists."""
+LOG_FILES = ("events.jsonl", "trials.jsonl")
+"""Append-only files. New bytes are uploaded to a folder named like the file without its suffix."""
+PREDICTION_FILES = ("predictions-valid.parquet", "predictions-test.parquet")
+RUNGS_FOLDER = "rungs"
+RUN_CONTENTS = (*RUN_FILES, *PREDICTION_FILES, RUNGS_FOLDER, "checkpoints", "artifact")
+"""Content of a remote copy, in addition to the logs."""
+T = TypeVar("T")
 
 
-class Unreachable(UserError):
-    """The storage cannot be read or written; what was trained is in the run folder all the same."""
+class StorageUnreachableError(UserError):
+    """The storage cannot be read or written; the run folder still has everything."""
 
     code = "unreachable"
 
 
-class Lost(UserError):
-    """Another start has taken the run over: whatever this one would still write is not wanted."""
+class RunTakenOverError(UserError):
+    """Another attempt owns the run: this one must not write any more."""
 
-    code = "taken_over"
+    code = "run_taken_over"
 
 
-class Replica:
-    """The copy of the run `name` under the URL `storage`. Calls go to the network and may raise `Unreachable`."""
+class RemoteCopy:
+    """The remote copy of the run `name` under the URL `storage`. Calls use the network and may raise
+    `StorageUnreachableError`."""
 
-    def __init__(self, storage: str, name: str, owners: Sequence[str] = ()):
-        """`owners` are the tokens of the starts from this run folder, this start's last: what one of them has claimed,
-        this one may write to."""
+    def __init__(self, storage: str, name: str, owner_tokens: Sequence[str] = ()):
+        """`owner_tokens`: tokens of the attempts from this run folder, this attempt's last. It may write to a copy that
+        any of them owns."""
         self.url = f"{storage.rstrip('/')}/{name}"
-        self.owners = tuple(owners)
-        self._logged: dict[str, int] = {}
-        self._opened: tuple[Any, str] | None = None
-        self._distrusted: set[str] = set()
+        self.owner_tokens = tuple(owner_tokens)
+        self._logged_bytes: dict[str, int] = {}
+        self._opened_storage: tuple[Any, str] | None = None
+        self._damaged_names: set[str] = set()
 
     def exists(self) -> bool:
         """Whether a run was ever copied here."""
-        return self._try(lambda files, root: bool(files.exists(f"{root}/config.yaml")))
+        return self._call_storage(lambda files, root: bool(files.exists(f"{root}/config.yaml")))
 
-    def refuse_other(self, run: Path) -> None:
-        """Raise `UserError` where another run than the one of this folder was copied here: claimed by no start of it,
-        with other settings or other rows. It would be overwritten."""
+    def refuse_other_run(self, run_folder: Path) -> None:
+        """Raise `UserError` where the copy is of another run, owned by no attempt of this folder, with other settings
+        or rows. It would be overwritten."""
 
-        def read(files: Any, root: str) -> Mapping[str, Any]:
-            owner = files.cat_file(f"{root}/{OWNER}").decode() if files.exists(f"{root}/{OWNER}") else None
-            log = f"{root}/{events.NAME}"
-            return {} if owner in self.owners or not files.exists(log) else _created(files.cat_file(log))
+        def read_created_event(filesystem: Any, root: str) -> Mapping[str, Any]:
+            owner = (
+                filesystem.cat_file(f"{root}/{OWNER_FILE}").decode()
+                if filesystem.exists(f"{root}/{OWNER_FILE}")
+                else None
+            )
+            log = f"{root}/{events.FILE_NAME}"
+            return (
+                {}
+                if owner in self.owner_tokens or not filesystem.exists(log)
+                else _find_created_event(filesystem.cat_file(log))
+            )
 
-        own, other = _created((run / events.NAME).read_bytes()), self._try(read)
-        if any(own.get(name) != other[name] for name in TOLD_APART if name in other):
+        local_event, remote_event = (
+            _find_created_event((run_folder / events.FILE_NAME).read_bytes()),
+            self._call_storage(read_created_event),
+        )
+        if any(local_event.get(name) != remote_event[name] for name in IDENTITY_FIELDS if name in remote_event):
             raise UserError(
-                f"cluster.storage: {hide(self.url)} holds another run, of other settings or rows, which would be lost; "
-                "name another storage, or fetch it and remove it there",
+                f"cluster.storage: {redact(self.url)} holds another run, with other settings or rows, which would be "
+                "lost; name another storage, or fetch it and remove it there",
                 code="other_run",
             )
 
-    def claim(self) -> None:
-        """Become the one start that may write here. Shows at once whether the storage works."""
-        self._try(self._own)
+    def claim_ownership(self) -> None:
+        """Become the only attempt that may write here. Fails at once if the storage does not work."""
+        self._call_storage(self._write_owner)
 
-    def restore(self, run: Path) -> None:
-        """Bring back what `--resume` reads of a run whose folder is lost, what a search reads of a trial, and the
-        artefact of one that is finished; the checkpoints come when they are wanted, and a search's trials by
-        themselves.
+    def restore(self, run_folder: Path) -> None:
+        """Restore the files that `--resume` needs from a run whose folder is lost, or a search from a trial, and the
+        artifact of a finished run. Checkpoints are pulled on demand, and a search's trials one by one.
 
-        The configuration comes last, since by it a run is known: what is interrupted before is begun again.
+        The configuration comes last, since it marks a folder as a run: an interrupted restore starts again.
         """
 
-        def read(files: Any, root: str) -> None:
-            with _draft(run) as draft:
-                for name in (*FILES, *ANSWERS):
-                    if files.exists(f"{root}/{name}"):
-                        files.get_file(f"{root}/{name}", str(draft / name))
-                _get_logs(files, root, draft)
-                whole = files.exists(f"{root}/artifact/{manifest.NAME}")
-                for folder in (RUNGS, "artifact") if whole else (RUNGS,):
-                    for place in sorted(files.find(f"{root}/{folder}")):
-                        path = draft / _inner(place, root)
+        def download(filesystem: Any, root: str) -> None:
+            with _open_draft(run_folder) as draft:
+                for name in (*RUN_FILES, *PREDICTION_FILES):
+                    if filesystem.exists(f"{root}/{name}"):
+                        filesystem.get_file(f"{root}/{name}", str(draft / name))
+                _download_logs(filesystem, root, draft)
+                has_artifact = filesystem.exists(f"{root}/artifact/{manifest.FILE_NAME}")
+                for folder in (RUNGS_FOLDER, "artifact") if has_artifact else (RUNGS_FOLDER,):
+                    for remote_path in sorted(filesystem.find(f"{root}/{folder}")):
+                        path = draft / _relative_path(remote_path, root)
                         path.parent.mkdir(parents=True, exist_ok=True)
-                        files.get_file(place, str(path))
-                run.mkdir(parents=True, exist_ok=True)
+                        filesystem.get_file(remote_path, str(path))
+                run_folder.mkdir(parents=True, exist_ok=True)
                 atomic_write.sync_tree(draft)
-                for name in ("artifact", RUNGS, *ANSWERS, *LOGS, *reversed(FILES)):
-                    if (draft / name).is_dir():  # one that is here is of a restore that was interrupted
-                        shutil.rmtree(run / name, ignore_errors=True)
+                for name in ("artifact", RUNGS_FOLDER, *PREDICTION_FILES, *LOG_FILES, *reversed(RUN_FILES)):
+                    if (draft / name).is_dir():  # left by an interrupted restore
+                        shutil.rmtree(run_folder / name, ignore_errors=True)
                     if (draft / name).exists():
-                        (draft / name).rename(run / name)
+                        (draft / name).rename(run_folder / name)
 
-        self._try(read)
+        self._call_storage(download)
 
-    def fetch(self, to: Path) -> int:
-        """Copy the run into the new folder `to`, whole or not at all, and with its log in one piece; returns its bytes.
+    def fetch_run(self, target: Path) -> int:
+        """Copy the run into the new folder `target`, atomically, with its log in one file; returns its bytes.
 
-        Names are taken only where they are a run's own: whoever can write to the storage must not choose where this
-        machine is written to.
+        Only file names of a run are accepted: a writer to the storage must not choose paths on this machine.
         """
-        if to.exists():
-            raise UserError(f"{to} is there already; name another folder with --to", code="already_exists")
+        if target.exists():
+            raise UserError(f"{target} exists already; name another folder with --to", code="already_exists")
 
-        def read(files: Any, root: str) -> int:
-            if not files.exists(f"{root}/config.yaml"):
-                raise UserError(f"{hide(self.url)} holds no run", code="not_a_run")
-            complete = _complete(files, f"{root}/checkpoints")
-            with _draft(to) as draft:
-                for place in sorted(files.find(root)):
-                    path = _inner(place, root)
-                    cut_short = path.parts[0] == "checkpoints" and path.parent.name not in complete
-                    if path.parts[0] in HELD and not cut_short:
+        def download(filesystem: Any, root: str) -> int:
+            if not filesystem.exists(f"{root}/config.yaml"):
+                raise UserError(f"{redact(self.url)} holds no run", code="not_a_run")
+            complete_names = _list_complete_names(filesystem, f"{root}/checkpoints")
+            with _open_draft(target) as draft:
+                for remote_path in sorted(filesystem.find(root)):
+                    path = _relative_path(remote_path, root)
+                    is_incomplete = path.parts[0] == "checkpoints" and path.parent.name not in complete_names
+                    if path.parts[0] in RUN_CONTENTS and not is_incomplete:
                         (draft / path).parent.mkdir(parents=True, exist_ok=True)
-                        files.get_file(place, str(draft / path))
-                _get_logs(files, root, draft)
-                atomic_write.publish_folder(draft, to)
-            return sum(path.stat().st_size for path in to.rglob("*") if path.is_file())
+                        filesystem.get_file(remote_path, str(draft / path))
+                _download_logs(filesystem, root, draft)
+                atomic_write.publish_folder(draft, target)
+            return sum(path.stat().st_size for path in target.rglob("*") if path.is_file())
 
-        return self._try(read)
+        return self._call_storage(download)
 
-    def push(self, run: Path, checkpoints: Sequence[Path], moved: Callable[[], None] = lambda: None) -> None:
-        """Make the checkpoints here those of the run folder; `moved` is called as pieces of them arrive. Raises `Lost`
-        where another start has claimed the run."""
+    def push(
+        self, run_folder: Path, checkpoints: Sequence[Path], on_progress: Callable[[], None] = lambda: None
+    ) -> None:
+        """Upload checkpoints and files of the run folder, and remove other checkpoints; `on_progress` is called for
+        each part. Raises `RunTakenOverError` where another attempt owns the run."""
 
-        def write(files: Any, root: str) -> None:
-            self._keep_owned(files, root, run)
-            present = _complete(files, f"{root}/checkpoints")
+        def upload(filesystem: Any, root: str) -> None:
+            self._check_owner(filesystem, root, run_folder)
+            complete_names = _list_complete_names(filesystem, f"{root}/checkpoints")
             for path in checkpoints:
-                if path.name not in present - self._distrusted:
-                    _put(files, path, f"{root}/checkpoints/{path.name}", moved)
-                    self._distrusted.discard(path.name)
-            self._put_files(files, root, run)
-            # Only now: until the newer ones are whole, the older ones are all there is. What is incomplete is what an
-            # earlier copy left: none but this one may write here.
-            for name in _begun(files, f"{root}/checkpoints") - {path.name for path in checkpoints}:
-                _remove(files, f"{root}/checkpoints/{name}")
+                if path.name not in complete_names - self._damaged_names:
+                    _upload_folder(filesystem, path, f"{root}/checkpoints/{path.name}", on_progress)
+                    self._damaged_names.discard(path.name)
+            self._upload_files(filesystem, root, run_folder)
+            # Only now: the older checkpoints are needed until the newer ones are complete. Incomplete ones are left
+            # from an earlier upload: only this attempt may write here.
+            for name in _list_checkpoint_names(filesystem, f"{root}/checkpoints") - {path.name for path in checkpoints}:
+                _remove_checkpoint(filesystem, f"{root}/checkpoints/{name}")
 
-        self._try(write)
+        self._call_storage(upload)
 
-    def push_artifact(self, run: Path) -> None:
-        """Copy a finished run's artefact and answers, and its log to the end: where that tells of the end, they are
-        there."""
+    def push_artifact(self, run_folder: Path) -> None:
+        """Upload a finished run's artifact and predictions, then its log: a log with the last event implies a complete
+        artifact."""
 
-        def write(files: Any, root: str) -> None:
-            _put(files, run / "artifact", f"{root}/artifact")
-            for name in ANSWERS:
-                if (run / name).is_file():
-                    files.put_file(str(run / name), f"{root}/{name}")
-            self._put_files(files, root, run)
+        def upload(filesystem: Any, root: str) -> None:
+            _upload_folder(filesystem, run_folder / "artifact", f"{root}/artifact")
+            for name in PREDICTION_FILES:
+                if (run_folder / name).is_file():
+                    filesystem.put_file(str(run_folder / name), f"{root}/{name}")
+            self._upload_files(filesystem, root, run_folder)
 
-        self._try(write)
+        self._call_storage(upload)
 
-    def checkpoints(self) -> list[str]:
-        """Names of the complete checkpoints here, the newest last."""
-        return self._try(lambda files, root: sorted(_complete(files, f"{root}/checkpoints")))
+    def list_checkpoints(self) -> list[str]:
+        """Return the names of the complete checkpoints, the newest last."""
+        return self._call_storage(lambda files, root: sorted(_list_complete_names(files, f"{root}/checkpoints")))
 
-    def pull(self, final: Path, moved: Callable[[], None] = lambda: None) -> None:
-        """Copy a checkpoint into the run folder, whole or not at all. It is not verified yet. `moved` as in `push`."""
+    def pull(self, final_path: Path, on_progress: Callable[[], None] = lambda: None) -> None:
+        """Copy a checkpoint into the run folder, atomically and without verification. `on_progress`: see `push`."""
 
-        def read(files: Any, root: str) -> None:
-            draft = final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+        def download(filesystem: Any, root: str) -> None:
+            draft = final_path.with_name(f".{final_path.name}.{uuid.uuid4().hex[:8]}")
             draft.mkdir(parents=True)
             try:
-                for path in files.ls(f"{root}/checkpoints/{final.name}", detail=False):
-                    files.get_file(path, str(draft / path.rsplit("/", 1)[-1]), callback=_telling(moved))
-                    moved()
-                # One without its manifest: what a copy of the run folder that was cut off has.
-                checkpoint_format.discard(final)
-                draft.rename(final)
+                for path in filesystem.ls(f"{root}/checkpoints/{final_path.name}", detail=False):
+                    filesystem.get_file(
+                        path, str(draft / path.rsplit("/", 1)[-1]), callback=_make_progress_callback(on_progress)
+                    )
+                    on_progress()
+                # A local one without its manifest, from a truncated copy of the run folder.
+                checkpoint_format.delete_checkpoint(final_path)
+                draft.rename(final_path)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
 
-        self._try(read)
+        self._call_storage(download)
 
-    def distrust(self, name: str) -> None:
-        """A checkpoint came back damaged: the next one of that name is written over it. Until there is a newer one it
-        stays, since what came back may not be what lies here."""
-        self._distrusted.add(name)
+    def mark_damaged(self, name: str) -> None:
+        """Mark a checkpoint whose download did not verify: the next of that name overwrites it. Until then it stays,
+        since the damage may be in the download alone."""
+        self._damaged_names.add(name)
 
-    def _own(self, files: Any, root: str) -> None:
-        token = self.owners[-1].encode()
-        files.makedirs(root, exist_ok=True)
-        files.pipe_file(f"{root}/{OWNER}", token)
-        if files.cat_file(f"{root}/{OWNER}") != token:
-            raise OSError("what was written does not come back")
+    def _write_owner(self, filesystem: Any, root: str) -> None:
+        token = self.owner_tokens[-1].encode()
+        filesystem.makedirs(root, exist_ok=True)
+        filesystem.pipe_file(f"{root}/{OWNER_FILE}", token)
+        if filesystem.cat_file(f"{root}/{OWNER_FILE}") != token:
+            raise OSError("a written file reads back with other content")
 
-    def _keep_owned(self, files: Any, root: str, run: Path) -> None:
-        """Raise `Lost` where another start has claimed the run; make up for a claim that failed."""
-        owner = files.cat_file(f"{root}/{OWNER}").decode() if files.exists(f"{root}/{OWNER}") else None
-        if owner is None or owner in self.owners[:-1]:
-            self._own(files, root)
-        elif owner != self.owners[-1]:
-            raise Lost(
-                f"another process has taken up the run at {hide(self.url)}; this one, in {run}, ends. "
-                "Write --new for a run of its own."
+    def _check_owner(self, filesystem: Any, root: str, run_folder: Path) -> None:
+        """Raise `RunTakenOverError` where another attempt owns the run; repeat a claim that failed."""
+        owner = (
+            filesystem.cat_file(f"{root}/{OWNER_FILE}").decode() if filesystem.exists(f"{root}/{OWNER_FILE}") else None
+        )
+        if owner is None or owner in self.owner_tokens[:-1]:
+            self._write_owner(filesystem, root)
+        elif owner != self.owner_tokens[-1]:
+            raise RunTakenOverError(
+                f"another process owns the run at {redact(self.url)}; this one, in {run_folder}, ends. "
+                "Write --new for a separate run."
             )
 
-    def _put_files(self, files: Any, root: str, run: Path) -> None:
-        for name in FILES:
-            if (run / name).is_file():
-                files.put_file(str(run / name), f"{root}/{name}")
-        for path in sorted((run / RUNGS).glob("*.safetensors")):
-            if not files.exists(f"{root}/{RUNGS}/{path.name}"):
-                files.makedirs(f"{root}/{RUNGS}", exist_ok=True)
-                files.put_file(str(path), f"{root}/{RUNGS}/{path.name}")
-        for name in LOGS:
-            if (run / name).is_file():
-                self._put_log(files, f"{root}/{name}", (run / name).read_bytes())
+    def _upload_files(self, filesystem: Any, root: str, run_folder: Path) -> None:
+        for name in RUN_FILES:
+            if (run_folder / name).is_file():
+                filesystem.put_file(str(run_folder / name), f"{root}/{name}")
+        for path in sorted((run_folder / RUNGS_FOLDER).glob("*.safetensors")):
+            if not filesystem.exists(f"{root}/{RUNGS_FOLDER}/{path.name}"):
+                filesystem.makedirs(f"{root}/{RUNGS_FOLDER}", exist_ok=True)
+                filesystem.put_file(str(path), f"{root}/{RUNGS_FOLDER}/{path.name}")
+        for name in LOG_FILES:
+            if (run_folder / name).is_file():
+                self._upload_log(filesystem, f"{root}/{name}", (run_folder / name).read_bytes())
 
-    def _put_log(self, files: Any, place: str, log: bytes) -> None:
-        """Write the whole log the first time, over what another start has left; later write what is new into a file of
-        its own, since no object store appends."""
-        before, parts = self._logged.get(place), _parts(place)
-        if before is None:
-            files.pipe_file(place, log)
-            if files.exists(parts):
-                _remove_all(files, parts)
-        elif len(log) > before:
-            files.makedirs(parts, exist_ok=True)
-            files.pipe_file(f"{parts}/{before:012d}", log[before:])
-        self._logged[place] = len(log)
+    def _upload_log(self, filesystem: Any, remote_path: str, log: bytes) -> None:
+        """Write the whole log the first time, over that of an earlier attempt; later write new bytes to a file of their
+        own, since object stores cannot append."""
+        logged_bytes, parts_folder = self._logged_bytes.get(remote_path), _log_parts_folder(remote_path)
+        if logged_bytes is None:
+            filesystem.pipe_file(remote_path, log)
+            if filesystem.exists(parts_folder):
+                _remove_folder(filesystem, parts_folder)
+        elif len(log) > logged_bytes:
+            filesystem.makedirs(parts_folder, exist_ok=True)
+            filesystem.pipe_file(f"{parts_folder}/{logged_bytes:012d}", log[logged_bytes:])
+        self._logged_bytes[remote_path] = len(log)
 
-    def _try(self, do: Callable[[Any, str], Found]) -> Found:
+    def _call_storage(self, operation: Callable[[Any, str], T]) -> T:
         import fsspec
 
         try:
-            if self._opened is None:
-                self._opened = fsspec.core.url_to_fs(self.url)
-            files, root = self._opened
-            files.invalidate_cache()  # others write here too
-            return do(files, root)
+            if self._opened_storage is None:
+                self._opened_storage = fsspec.core.url_to_fs(self.url)
+            filesystem, root = self._opened_storage
+            filesystem.invalidate_cache()  # other processes write here too
+            return operation(filesystem, root)
         except UserError:
             raise
-        except Exception as error:  # every kind of storage has errors of its own
-            raise Unreachable(
-                f"cluster.storage: {hide(self.url)} fails: {str(error) or type(error).__name__}. Name a URL that "
+        except Exception as error:  # every storage has its own exceptions
+            raise StorageUnreachableError(
+                f"cluster.storage: {redact(self.url)} fails: {str(error) or type(error).__name__}. Name a URL that "
                 "every node may read and write, with credentials in the environment (s3:// needs s3fs, gs:// gcsfs)."
             ) from error
 
 
-def of(cluster: Cluster, run: Path, owners: Sequence[str] = ()) -> Replica | None:
-    """The replica of a run, where it has one."""
-    return Replica(cluster.storage, run.name, owners) if cluster.storage else None
+def make_remote_copy(cluster: ClusterConfig, run_folder: Path, owner_tokens: Sequence[str] = ()) -> RemoteCopy | None:
+    """Return the remote copy of a run; None without `cluster.storage`."""
+    return RemoteCopy(cluster.storage, run_folder.name, owner_tokens) if cluster.storage else None
 
 
-def _created(log: bytes) -> Mapping[str, Any]:
-    """The event with which a log begins; empty where there is none, as in a trial's."""
-    return next((event for event in events.parsed(log) if event["kind"] == "created"), {})
+def _find_created_event(log: bytes) -> Mapping[str, Any]:
+    """Return the first event `created` of a log; empty without one, as in a trial's log."""
+    return next((event for event in events.parse_events(log) if event["kind"] == "created"), {})
 
 
 @contextmanager
-def _draft(final: Path) -> Iterator[Path]:
-    """A folder beside `final` for what comes in. It goes in the end, and now what a killed process left of one."""
-    atomic_write.sweep(final)
-    draft = atomic_write.Draft(final)
+def _open_draft(final_path: Path) -> Iterator[Path]:
+    """Open a staging folder beside `final_path`, removed at the end; stale ones of killed processes are removed
+    first."""
+    atomic_write.remove_stale_drafts(final_path)
+    draft = atomic_write.Draft(final_path)
     try:
-        inside = draft.folder / final.name
-        inside.mkdir()
-        yield inside
+        staging_folder = draft.folder / final_path.name
+        staging_folder.mkdir()
+        yield staging_folder
     finally:
         shutil.rmtree(draft.folder, ignore_errors=True)
         draft.release()
 
 
-def _parts(log: str) -> str:
-    """Where what came to a log later lies."""
+def _log_parts_folder(log: str) -> str:
+    """Return the folder of the later parts of a log."""
     return log.removesuffix(".jsonl")
 
 
-def _get_logs(files: Any, root: str, run: Path) -> None:
-    for name in LOGS:
-        if files.exists(f"{root}/{name}"):
-            (run / name).write_bytes(_joined(files, f"{root}/{name}"))
+def _download_logs(filesystem: Any, root: str, run_folder: Path) -> None:
+    for name in LOG_FILES:
+        if filesystem.exists(f"{root}/{name}"):
+            (run_folder / name).write_bytes(_read_full_log(filesystem, f"{root}/{name}"))
 
 
-def _joined(files: Any, place: str) -> bytes:
-    """A log with the parts that go on where it ends; one that does not is another start's."""
-    log: bytes = files.cat_file(place)
-    paths = sorted(files.find(_parts(place)))
-    # Not `files.cat`, to which the name of a run may be a pattern (`_remove_all`).
-    for path, part in zip(paths, files.cat_ranges(paths, None, None, on_error="raise"), strict=True):
+def _read_full_log(filesystem: Any, remote_path: str) -> bytes:
+    """Return a log with all parts that continue it; other parts belong to another attempt."""
+    log: bytes = filesystem.cat_file(remote_path)
+    paths = sorted(filesystem.find(_log_parts_folder(remote_path)))
+    # Not `filesystem.cat`: it treats the name of a run as a pattern (`_remove_folder`).
+    for path, log_part in zip(paths, filesystem.cat_ranges(paths, None, None, on_error="raise"), strict=True):
         if int(path.rsplit("/", 1)[-1]) == len(log):
-            log += part
+            log += log_part
     return log
 
 
-def _inner(place: str, root: str) -> PurePosixPath:
-    """A file's path in the run. Raises `UserError` for one that leads out of it."""
-    begin, whole = f"/{root.strip('/')}/", f"/{place.lstrip('/')}"
-    parts = whole.removeprefix(begin).split("/")
-    if not whole.startswith(begin) or {"", ".", ".."} & set(parts):
-        told = f"{root} holds a file named {whole!r}, which leads out of the run; nothing was copied"
-        raise UserError(told, code="unsafe_path")
+def _relative_path(remote_path: str, root: str) -> PurePosixPath:
+    """Return a file's path in the run. Raises `UserError` for a path outside the run."""
+    prefix, full_path = f"/{root.strip('/')}/", f"/{remote_path.lstrip('/')}"
+    parts = full_path.removeprefix(prefix).split("/")
+    if not full_path.startswith(prefix) or {"", ".", ".."} & set(parts):
+        message = f"{root} holds a file named {full_path!r}, outside of the run; nothing was copied"
+        raise UserError(message, code="unsafe_path")
     return PurePosixPath(*parts)
 
 
-def _begun(files: Any, folder: str) -> set[str]:
-    """Names of all checkpoints in `folder`, with those of which only a part is there."""
-    return {path.split("/")[-2] for path in files.find(folder)}
+def _list_checkpoint_names(filesystem: Any, folder: str) -> set[str]:
+    """Return the names of all checkpoints in `folder`, incomplete ones included."""
+    return {path.split("/")[-2] for path in filesystem.find(folder)}
 
 
-def _complete(files: Any, folder: str) -> set[str]:
-    return {path.split("/")[-2] for path in files.find(folder) if path.endswith(f"/{manifest.NAME}")}
+def _list_complete_names(filesystem: Any, folder: str) -> set[str]:
+    return {path.split("/")[-2] for path in filesystem.find(folder) if path.endswith(f"/{manifest.FILE_NAME}")}
 
 
-def _telling(moved: Callable[[], None]) -> Any:
-    """For fsspec, which calls it as bytes go; some storages do so for whole files alone, or never."""
+def _make_progress_callback(on_progress: Callable[[], None]) -> Any:
+    """Make a callback for fsspec, called as bytes are copied; some storages call it per file, or never."""
     import fsspec
 
-    return fsspec.Callback(hooks={"moved": lambda size, value, **rest: moved()})
+    return fsspec.Callback(hooks={"moved": lambda size, value, **rest: on_progress()})
 
 
-def _put(files: Any, folder: Path, target: str, moved: Callable[[], None] = lambda: None) -> None:
-    """A folder's files, the manifest last; one that is there already goes first, since it vouches for other files."""
-    if files.exists(f"{target}/{manifest.NAME}"):
-        files.rm_file(f"{target}/{manifest.NAME}")
-    files.makedirs(target, exist_ok=True)
-    for path in sorted(folder.rglob("*"), key=lambda path: path == folder / manifest.NAME):
-        copy = f"{target}/{path.relative_to(folder).as_posix()}"
+def _upload_folder(filesystem: Any, folder: Path, target: str, on_progress: Callable[[], None] = lambda: None) -> None:
+    """Upload a folder's files, the manifest last; an older manifest is removed first, since it describes other
+    files."""
+    if filesystem.exists(f"{target}/{manifest.FILE_NAME}"):
+        filesystem.rm_file(f"{target}/{manifest.FILE_NAME}")
+    filesystem.makedirs(target, exist_ok=True)
+    for path in sorted(folder.rglob("*"), key=lambda path: path == folder / manifest.FILE_NAME):
+        remote_path = f"{target}/{path.relative_to(folder).as_posix()}"
         if path.is_dir():
-            files.makedirs(copy, exist_ok=True)
+            filesystem.makedirs(remote_path, exist_ok=True)
         else:
-            files.put_file(str(path), copy, callback=_telling(moved))
-            moved()
+            filesystem.put_file(str(path), remote_path, callback=_make_progress_callback(on_progress))
+            on_progress()
 
 
-def _remove(files: Any, target: str) -> None:
-    if files.exists(f"{target}/{manifest.NAME}"):
-        files.rm_file(f"{target}/{manifest.NAME}")
-    _remove_all(files, target)
+def _remove_checkpoint(filesystem: Any, target: str) -> None:
+    if filesystem.exists(f"{target}/{manifest.FILE_NAME}"):
+        filesystem.rm_file(f"{target}/{manifest.FILE_NAME}")
+    _remove_folder(filesystem, target)
 
 
-def _remove_all(files: Any, folder: str) -> None:
-    """A folder with what is in it. To fsspec a name with *, ? or [ is a pattern, on all storages but a mounted one: it
-    would find nothing, or what is another run's. So such a folder is emptied file by file."""
+def _remove_folder(filesystem: Any, folder: str) -> None:
+    """Remove a folder with its content. fsspec treats a name with *, ? or [ as a pattern on all storages but a mounted
+    one: it would match nothing, or another run. Such a folder is emptied file by file."""
     from fsspec.implementations.local import LocalFileSystem
 
-    if isinstance(files, LocalFileSystem) or set("*?[").isdisjoint(folder):
-        files.rm(folder, recursive=True)
+    if isinstance(filesystem, LocalFileSystem) or set("*?[").isdisjoint(folder):
+        filesystem.rm(folder, recursive=True)
         return
-    for path in files.find(folder):
-        files.rm_file(path)
+    for path in filesystem.find(folder):
+        filesystem.rm_file(path)

@@ -1,4 +1,4 @@
-"""Checkpoints of a training that goes on: taken at once, written by a thread, and only so many of them kept."""
+"""Asynchronous checkpointing: snapshots are taken at once, written by a thread, and old checkpoints are removed."""
 
 import threading
 from collections.abc import Callable
@@ -7,199 +7,218 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rtrain.checkpoint import format as checkpoint_format
-from rtrain.checkpoint.remote_copy import Replica, Unreachable
+from rtrain.checkpoint.remote_copy import RemoteCopy, StorageUnreachableError
 from rtrain.core.errors import UserError
 from rtrain.parallel import collectives
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
 
-Stamps = tuple[tuple[str, int, int, int], ...]
-"""Name, inode, size and time of change of every file of a checkpoint: equal stamps spare reading it again."""
+FileStamps = tuple[tuple[str, int, int, int], ...]
+"""Name, inode, size and modification time of every file of a checkpoint; with equal stamps it is not read again."""
 
 
-LOOK_S = 1.0
-"""Seconds between two looks at the thread's progress, by whoever waits for it."""
-FETCHES = 2
-"""How often a checkpoint is fetched that comes back damaged: it may have been whole there."""
+POLL_INTERVAL_S = 1.0
+"""Seconds between two checks of the thread's progress."""
+MAX_FETCH_ATTEMPTS = 2
+"""Attempts to fetch a checkpoint whose download is damaged."""
 
 
-class Unwritten(UserError):
-    """A checkpoint could not be written; the training before it is in the older ones."""
+class CheckpointWriteError(UserError):
+    """A checkpoint could not be written; older checkpoints are intact."""
 
     code = "not_writable"
 
 
-class Saver:
-    """Saves the checkpoints of one run. At most one is being written, and another waits for it before it is taken.
+class CheckpointSaver:
+    """Saves the checkpoints of one run. At most one is being written; the next snapshot waits for it.
 
-    So the memory beside the training's own is that of one checkpoint, however slow the disk is. What goes wrong in the
-    thread is raised by the next `save` or `flush`. As a context, it writes what was taken however the training ends.
+    So the extra memory is that of one checkpoint, however slow the disk is. Errors of the thread are raised by the next
+    `save` or `flush`. As a context manager, it writes the last snapshot however the training ends.
     """
 
     def __init__(
         self,
         folder: Path,
-        keep: int,
-        replica: Replica | None = None,
-        say: Callable[..., None] = lambda kind, **fields: None,
-        watch: Watch | None = None,
+        keep_checkpoints: int,
+        remote_copy: RemoteCopy | None = None,
+        log_event: Callable[..., None] = lambda kind, **fields: None,
+        watchdog: Watchdog | None = None,
     ):
-        """With a `replica`, what is kept is kept there too. Where that fails, `say` is told an event, and the next save
-        makes up for it: the training goes on, since its checkpoints are here. `watch` sees that a wait gets on."""
-        self.folder, self._keep, self._replica, self._say = folder, keep, replica, say
-        self._watch = watch or Watch()
-        self._moved = 0
-        """Pieces that were copied to the replica: while nobody waits, they are no sign that the training goes on."""
+        """Create a saver.
+
+        Args:
+            remote_copy: Where checkpoints are copied. A failed copy is logged by `log_event` and repeated by the next
+                save; the training continues with its local checkpoints.
+            watchdog: Receives heartbeats while a thread is waited for.
+        """
+        self.folder, self._keep_checkpoints, self._remote_copy, self._log_event = (
+            folder,
+            keep_checkpoints,
+            remote_copy,
+            log_event,
+        )
+        self._watchdog = watchdog or Watchdog()
+        self._progress_count = 0
+        """Parts copied to the remote copy; they are heartbeats only while `flush` waits."""
         self._thread: threading.Thread | None = None
-        self._taken: checkpoint_format.Snapshot | None = None
+        self._snapshot: checkpoint_format.Snapshot | None = None
         self._error: Exception | None = None
-        self._verified: dict[int, Stamps] = {}
+        self._verified_stamps: dict[int, FileStamps] = {}
 
     def save(
         self,
         model: "torch.nn.Module",
         optimizer: "torch.optim.Optimizer",
-        state: checkpoint_format.State,
-        gathered: checkpoint_format.Gathered = dict.items,
+        state: checkpoint_format.CheckpointState,
+        gather: checkpoint_format.GatherTensors = dict.items,
     ) -> None:
-        """Take a checkpoint; it is on the disk after `flush`. Called on every worker, where the tensors are `gathered`
-        from all of them; rank 0 writes."""
+        """Take a snapshot; it is on disk after `flush`. Called on every worker, since `gather` collects tensors from
+        all; rank 0 writes."""
         self.flush()
-        self._taken = checkpoint_format.Snapshot.take(model, optimizer, state, over=self._taken, gathered=gathered)
-        if collectives.first():
-            self._thread = threading.Thread(target=self._write, args=(self._taken,), name="checkpoint")
+        self._snapshot = checkpoint_format.Snapshot.capture(
+            model, optimizer, state, buffers=self._snapshot, gather=gather
+        )
+        if collectives.is_rank_zero():
+            self._thread = threading.Thread(target=self._write_snapshot, args=(self._snapshot,), name="checkpoint")
             self._thread.start()
 
-    def select(self, run: str) -> int | None:
-        """The newest checkpoint of `run` that verifies, here or in the replica; its best one comes back with it.
+    def select_checkpoint(self, run_id: str) -> int | None:
+        """Return the step of the newest checkpoint of `run_id` that verifies, local or in the remote copy; its best
+        checkpoint is fetched too.
 
-        Raises `Unreachable` only where what is here is not enough to go on.
+        Raises `StorageUnreachableError` only where the local checkpoints are not sufficient.
         """
-        checkpoint_format.sweep(self.folder)
+        checkpoint_format.remove_drafts(self.folder)
         try:
-            return self._fetched(run)
-        except Unreachable as error:
-            chosen = checkpoint_format.select(self.folder, run)
-            if chosen is None or self._best(chosen) not in (None, *checkpoint_format.updates(self.folder)):
+            return self._select_with_remote(run_id)
+        except StorageUnreachableError as error:
+            step = checkpoint_format.find_latest(self.folder, run_id)
+            if step is None or self._best_step(step) not in (None, *checkpoint_format.list_steps(self.folder)):
                 raise
-            self._say("unreachable", update=chosen, error=str(error))
-            return chosen
+            self._log_event("storage_unreachable", step=step, error=str(error))
+            return step
 
-    def _best(self, update: int) -> int | None:
-        return checkpoint_format.read_state(checkpoint_format.path_of(self.folder, update)).best_update
+    def _best_step(self, step: int) -> int | None:
+        return checkpoint_format.read_state(checkpoint_format.checkpoint_path(self.folder, step)).best_step
 
-    def _fetched(self, run: str) -> int | None:
-        chosen = checkpoint_format.select(self.folder, run)
-        for update in reversed(self._elsewhere()):
-            if (chosen is None or update > chosen) and self._fetch(update, run):
-                chosen = update
-        if chosen is not None:
-            best = self._best(chosen)
-            if best is not None and best in self._elsewhere() and best not in checkpoint_format.updates(self.folder):
-                self._fetch(best, run)
-        return chosen
+    def _select_with_remote(self, run_id: str) -> int | None:
+        selected_step = checkpoint_format.find_latest(self.folder, run_id)
+        for step in reversed(self._remote_steps()):
+            if (selected_step is None or step > selected_step) and self._fetch_checkpoint(step, run_id):
+                selected_step = step
+        if selected_step is not None:
+            best_step = self._best_step(selected_step)
+            if (
+                best_step is not None
+                and best_step in self._remote_steps()
+                and best_step not in checkpoint_format.list_steps(self.folder)
+            ):
+                self._fetch_checkpoint(best_step, run_id)
+        return selected_step
 
-    def _elsewhere(self) -> list[int]:
-        names = self._replica.checkpoints() if self._replica else []
-        return [update for name in names if (update := checkpoint_format.update_of(name)) is not None]
+    def _remote_steps(self) -> list[int]:
+        names = self._remote_copy.list_checkpoints() if self._remote_copy else []
+        return [step for name in names if (step := checkpoint_format.parse_step(name)) is not None]
 
-    def _fetch(self, update: int, run: str) -> bool:
-        assert self._replica
-        path = checkpoint_format.path_of(self.folder, update)
-        for _ in range(FETCHES):
-            self._replica.pull(path, self._watch.alive)
+    def _fetch_checkpoint(self, step: int, run_id: str) -> bool:
+        assert self._remote_copy
+        path = checkpoint_format.checkpoint_path(self.folder, step)
+        for _ in range(MAX_FETCH_ATTEMPTS):
+            self._remote_copy.pull(path, self._watchdog.heartbeat)
             try:
-                if checkpoint_format.sound(self.folder, update, run):
+                if checkpoint_format.verify_or_quarantine(self.folder, step, run_id):
                     return True
-            except checkpoint_format.OtherRun:
-                checkpoint_format.discard(path)  # it is there; here it would be in the way of config.yaml's own
-                raise checkpoint_format.OtherRun(f"{self._replica.url}/checkpoints/{path.name}") from None
-        self._replica.distrust(path.name)
+            except checkpoint_format.WrongRunError:
+                # The remote copy keeps it; a local one would block the checkpoints of config.yaml.
+                checkpoint_format.delete_checkpoint(path)
+                raise checkpoint_format.WrongRunError(f"{self._remote_copy.url}/checkpoints/{path.name}") from None
+        self._remote_copy.mark_damaged(path.name)
         return False
 
     def flush(self) -> None:
-        """Wait until what was taken is on the disk, and its copy was tried."""
+        """Wait until the last snapshot is on disk and its upload was tried."""
         if self._thread is not None:
-            self._wait(self._thread)
+            self._wait_for_thread(self._thread)
             self._thread = None
         if (error := self._error) is not None:
             self._error = None
             raise error
 
-    def _wait(self, thread: threading.Thread) -> None:
-        with self._watch.busy():
-            seen = self._moved
+    def _wait_for_thread(self, thread: threading.Thread) -> None:
+        with self._watchdog.extended_timeout():
+            last_count = self._progress_count
             while thread.is_alive():
-                thread.join(LOOK_S)
-                if self._moved != seen:
-                    seen = self._moved
-                    self._watch.alive()
+                thread.join(POLL_INTERVAL_S)
+                if self._progress_count != last_count:
+                    last_count = self._progress_count
+                    self._watchdog.heartbeat()
 
-    def _count(self) -> None:
-        self._moved += 1
+    def _count_progress(self) -> None:
+        self._progress_count += 1
 
-    def __enter__(self) -> "Saver":
+    def __enter__(self) -> "CheckpointSaver":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         try:
             self.flush()
         except Exception as second:
             if error is None:
                 raise
-            error.add_note(str(second))  # it must not hide what ended the training
+            error.add_note(str(second))  # it must not hide the error that ended the training
 
-    def _write(self, snapshot: checkpoint_format.Snapshot) -> None:
+    def _write_snapshot(self, snapshot: checkpoint_format.Snapshot) -> None:
         state = snapshot.state
         try:
-            self._verified[state.update] = _stamps(checkpoint_format.write(self.folder, snapshot))
-            kept = self._kept(state.run)
-            self._copy(kept)
-            for update in set(checkpoint_format.updates(self.folder)) - kept:
-                checkpoint_format.discard(checkpoint_format.path_of(self.folder, update))
+            self._verified_stamps[state.step] = _read_stamps(checkpoint_format.write_checkpoint(self.folder, snapshot))
+            kept_steps = self._steps_to_keep(state.run_id)
+            self._push_to_remote(kept_steps)
+            for step in set(checkpoint_format.list_steps(self.folder)) - kept_steps:
+                checkpoint_format.delete_checkpoint(checkpoint_format.checkpoint_path(self.folder, step))
         except OSError as error:
-            self._error = Unwritten(
-                f"saving {checkpoint_format.path_of(self.folder, state.update)} failed: {error}. Free some space "
-                "there, or "
-                "make the folder writable, and continue with --resume; the checkpoints before it are whole."
+            self._error = CheckpointWriteError(
+                f"saving {checkpoint_format.checkpoint_path(self.folder, state.step)} failed: {error}. Free some space "
+                "there, or make the folder writable, and continue with --resume; older checkpoints are intact."
             )
         except Exception as error:
             self._error = error
 
-    def _copy(self, kept: set[int]) -> None:
-        if self._replica is None:
+    def _push_to_remote(self, kept_steps: set[int]) -> None:
+        if self._remote_copy is None:
             return
         try:
-            self._replica.push(
+            self._remote_copy.push(
                 self.folder.parent,
-                [checkpoint_format.path_of(self.folder, update) for update in sorted(kept)],
-                self._count,
+                [checkpoint_format.checkpoint_path(self.folder, step) for step in sorted(kept_steps)],
+                self._count_progress,
             )
-        except Unreachable as error:
-            self._say("uncopied", error=str(error))
+        except StorageUnreachableError as error:
+            self._log_event("remote_copy_incomplete", error=str(error))
 
-    def _kept(self, run: str) -> set[int]:
-        """The newest checkpoints, and the best that each of these names: a resume would want it too."""
-        newest: list[int] = []
-        for update in reversed(checkpoint_format.updates(self.folder)):
-            # One that does not verify is no reason to delete an older one.
-            if len(newest) < self._keep and self._verifies(update, run):
-                newest.append(update)
-        kept = {*newest, *map(self._best, newest)}
-        return {update for update in checkpoint_format.updates(self.folder) if update in kept}
+    def _steps_to_keep(self, run_id: str) -> set[int]:
+        """Return the newest checkpoints, and the best checkpoint of each, which a resume needs too."""
+        newest_steps: list[int] = []
+        for step in reversed(checkpoint_format.list_steps(self.folder)):
+            # A damaged checkpoint does not count, so that older intact ones are kept.
+            if len(newest_steps) < self._keep_checkpoints and self._is_verified(step, run_id):
+                newest_steps.append(step)
+        kept_steps = {*newest_steps, *map(self._best_step, newest_steps)}
+        return {step for step in checkpoint_format.list_steps(self.folder) if step in kept_steps}
 
-    def _verifies(self, update: int, run: str) -> bool:
-        """Whether a checkpoint is whole: its bytes are read once, unless this process wrote them."""
-        stamps = _stamps(checkpoint_format.path_of(self.folder, update))
-        if self._verified.get(update) != stamps:
-            if not checkpoint_format.sound(self.folder, update, run):
+    def _is_verified(self, step: int, run_id: str) -> bool:
+        """Whether a checkpoint verifies: its bytes are read once, unless this process wrote them."""
+        stamps = _read_stamps(checkpoint_format.checkpoint_path(self.folder, step))
+        if self._verified_stamps.get(step) != stamps:
+            if not checkpoint_format.verify_or_quarantine(self.folder, step, run_id):
                 return False
-            self._verified[update] = stamps
+            self._verified_stamps[step] = stamps
         return True
 
 
-def _stamps(path: Path) -> Stamps:
-    found = [(file.name, file.stat()) for file in sorted(path.iterdir())]
-    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in found)
+def _read_stamps(path: Path) -> FileStamps:
+    file_stats = [(file.name, file.stat()) for file in sorted(path.iterdir())]
+    return tuple((name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in file_stats)

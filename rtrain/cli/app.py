@@ -1,4 +1,4 @@
-"""The command line: which verbs there are. Each parses, calls one function, and prints."""
+"""The command line and its verbs. Each verb parses, calls one function, and prints."""
 
 import errno
 import signal
@@ -11,16 +11,16 @@ from typer.core import TyperGroup
 
 from rtrain import __version__
 from rtrain.cli import cluster, compress, gate, plan, profile, runs, serve, train, verify
-from rtrain.cli.output import show
+from rtrain.cli.output import print_result
 from rtrain.cluster import connection as sessions
 from rtrain.core import env, signals
 from rtrain.core.errors import UserError
-from rtrain.report.live.phase_timer import Waited
+from rtrain.report.live.phase_timer import PhaseTimer
 
 
-class Verbs(TyperGroup):
-    """The verbs. Two of them have two words: `serve keys` and `serve status` stand beside `serve ARTIFACT`, whose
-    artefact may have any name but these. A folder that is called keys is served as ./keys."""
+class VerbGroup(TyperGroup):
+    """The verbs. Two have two words, `serve keys` and `serve status`, next to `serve ARTIFACT`: an artifact in a folder
+    named keys is served as ./keys."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         if args[:1] == ["serve"] and args[1:2] in (["keys"], ["status"]):
@@ -28,7 +28,7 @@ class Verbs(TyperGroup):
         return super().resolve_command(ctx, args)
 
 
-app = typer.Typer(cls=Verbs, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(cls=VerbGroup, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 recipes_app = typer.Typer()
 app.add_typer(recipes_app, name="recipes")
 recipes_app.command("list")(train.recipes_list)
@@ -60,101 +60,102 @@ for _verb in (
 app.command(name="import")(runs.import_)
 app.command(name="serve status")(serve.status)
 
-FAILED, USAGE = 1, 2
-SMALL: Mapping[str, tuple[str, frozenset[str]]] = {
+FAILED, USAGE_ERROR = 1, 2
+MINIMAL_EXTRAS: Mapping[str, tuple[str, frozenset[str]]] = {
     "predict": ("rows", frozenset({"pyarrow"})),
     "serve": ("serve", frozenset({"fastapi", "limits", "prometheus_client", "psutil", "pyarrow", "ray", "scipy"})),
-    "serve --alone": ("alone", frozenset({"fastapi", "httptools", "limits", "prometheus_client", "uvicorn"})),
+    "serve --standalone": ("standalone", frozenset({"fastapi", "httptools", "limits", "prometheus_client", "uvicorn"})),
 }
-"""Verb -> an extra that is enough for it where one of these modules is lacking."""
-ALONE = "--alone"
-LARGE = "train"
-MODULES = frozenset(
+"""Verb -> an extra that is sufficient if one of these modules is missing."""
+STANDALONE_OPTION = "--standalone"
+FULL_EXTRA = "train"
+EXTRA_MODULES = frozenset(
     {
         *("datasets", "fastapi", "httptools", "httpx", "huggingface_hub", "jinja2", "limits", "markupsafe", "nncf"),
         *("prometheus_client", "psutil", "pyarrow", "ray", "rouge_score", "sacrebleu", "safetensors", "scipy"),
         *("sklearn", "aiohttp", "pandas", "requests", "starlette", "torch", "transformers", "uvicorn"),
     }
 )
-"""Modules of the extra `train`, and of what comes with it."""
-FLOAT = frozenset({"torch", "transformers", "safetensors"})
-NO_HOME = "Could not determine home directory."
-"""What `Path.expanduser` raises of ~name/path, without the name."""
-FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Modules of the extra `train` and of its dependencies."""
+FLOAT_MODULES = frozenset({"torch", "transformers", "safetensors"})
+NO_HOME_MESSAGE = "Could not determine home directory."
+"""Message of `Path.expanduser` for an unknown ~name, without the name."""
+DISK_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line; `arguments` default to the command line's."""
-    env.prepare()
-    with signals.owned():
+    env.set_env_defaults()
+    with signals.raise_on_sigterm():
         code = _run(arguments)
     if code:
         sys.exit(code)
 
 
 def _run(arguments: Sequence[str] | None) -> int | None:
-    """The exit code. What went wrong has been said by then, in a line for each thing."""
+    """Run a command and return its exit code. Errors are printed, a line for each problem."""
     try:
-        sessions.forget_folder()  # `python -m` has put the current folder first on the module path
+        sessions.remove_cwd_from_path()  # `python -m` puts the current folder first on the module path
         # For KeyboardInterrupt typer returns 130.
-        code: int | None = app(arguments, standalone_mode=False, obj=Waited())
+        code: int | None = app(arguments, standalone_mode=False, obj=PhaseTimer())
     except UserError as error:
         if "--json" in (sys.argv[1:] if arguments is None else arguments):
-            show(error.to_document(), True)
-        return _said(str(error), error.exit_code)
+            print_result(error.to_document(), True)
+        return _print_error(str(error), error.exit_code)
     except typer.TyperException as error:
         command = getattr(getattr(error, "ctx", None), "info_name", None)
-        if hasattr(error, "option_name") and command in cluster.TAKE_VERBS:
-            way = f"write -- before the job's verb and its options: rtrain cluster {command} -- train intent ..."
-            return _said(f"{error.format_message()} ({way})", USAGE)
-        return _said(f"{error.format_message()} (rtrain --help lists what there is)", USAGE)
+        if hasattr(error, "option_name") and command in cluster.VERBS_WITH_JOB:
+            hint = f"write -- before the job's verb and its options: rtrain cluster {command} -- train intent ..."
+            return _print_error(f"{error.format_message()} ({hint})", USAGE_ERROR)
+        return _print_error(f"{error.format_message()} (rtrain --help lists the verbs)", USAGE_ERROR)
     except OSError as error:
-        if error.errno in FULL:  # of a write, which names no file
-            where = f"{error.filename}: " if error.filename else ""
-            return _said(f"{where}{error.strerror}; make room on the disk that is written to, and try again", FAILED)
-        if error.filename is None:  # no file that the user can do something about
+        if error.errno in DISK_FULL_ERRORS:  # errors of a write have no file name
+            location = f"{error.filename}: " if error.filename else ""
+            return _print_error(f"{location}{error.strerror}; free space on the disk, and try again", FAILED)
+        if error.filename is None:  # no file of the user
             raise
-        return _said(f"{error.filename}: {error.strerror}", FAILED)
+        return _print_error(f"{error.filename}: {error.strerror}", FAILED)
     except RuntimeError as error:
-        if str(error) != NO_HOME:
+        if str(error) != NO_HOME_MESSAGE:
             raise
-        return _said("a path begins with ~ and this machine knows no such home folder; write the path out", USAGE)
+        return _print_error(
+            "a path begins with ~ and this machine has no such home folder; write the full path", USAGE_ERROR
+        )
     except ModuleNotFoundError as error:
-        if (line := _missing_library(arguments or sys.argv[1:], error)) is None:
+        if (line := _format_missing_library(arguments or sys.argv[1:], error)) is None:
             raise
-        return _said(line, FAILED)
+        return _print_error(line, FAILED)
     except KeyboardInterrupt:  # before a verb was called
-        return _said(*signals.ended())
+        return _print_error(*signals.describe_interruption())
     except SystemExit as stop:
-        if stop.code != signal.SIGTERM:  # by Ray's own handler, which stands while Ray starts
+        if stop.code != signal.SIGTERM:  # from Ray's own handler, which is installed while Ray starts
             raise
-        return _said("ended by SIGTERM", signals.TERMINATED)
-    return _said(*signals.ended()) if code == signals.INTERRUPTED else code
+        return _print_error("ended by SIGTERM", signals.TERMINATED)
+    return _print_error(*signals.describe_interruption()) if code == signals.INTERRUPTED else code
 
 
-def _missing_library(words: Sequence[str], error: ModuleNotFoundError) -> str | None:
-    """The line for a user who wrote `words`, a verb first; None where the module belongs to no extra, and its absence
-    is a fault of the program."""
-    verb = " ".join([*words[:1], *([ALONE] if ALONE in words else [])])
+def _format_missing_library(arguments: Sequence[str], error: ModuleNotFoundError) -> str | None:
+    """Return the message for `arguments`, a verb first; None if the module belongs to no extra: a bug."""
+    verb = " ".join([*arguments[:1], *([STANDALONE_OPTION] if STANDALONE_OPTION in arguments else [])])
     module = (error.name or "").partition(".")[0]
-    if module not in MODULES:
+    if module not in EXTRA_MODULES:
         return None
-    extra, enough = SMALL.get(verb, (LARGE, MODULES))
-    extra = extra if module in enough else LARGE
-    other = "; an int8 artefact is answered without" if verb in SMALL and module in FLOAT else ""
-    return f"rtrain {verb} needs {module}, which is not installed: pip install 'rtrain[{extra}]'{other}"
+    extra, sufficient_modules = MINIMAL_EXTRAS.get(verb, (FULL_EXTRA, EXTRA_MODULES))
+    extra = extra if module in sufficient_modules else FULL_EXTRA
+    int8_hint = "; an int8 artifact does not need it" if verb in MINIMAL_EXTRAS and module in FLOAT_MODULES else ""
+    return f"rtrain {verb} needs {module}, which is not installed: pip install 'rtrain[{extra}]'{int8_hint}"
 
 
-def _said(text: str, code: int) -> int:
+def _print_error(text: str, code: int) -> int:
     print(f"rtrain: {text}", file=sys.stderr)
     return code
 
 
-def _help(context: typer.Context) -> None:
-    """A group that is called without a verb says what there is."""
+def _print_help(context: typer.Context) -> None:
+    """Print the help of a group that is called without a verb."""
     if context.invoked_subcommand is None:
         print(context.get_help(), file=sys.stderr)
-        raise typer.Exit(USAGE)
+        raise typer.Exit(USAGE_ERROR)
 
 
 @app.callback(invoke_without_command=True)
@@ -166,22 +167,22 @@ def _version(
     if version:
         print(__version__)
         raise typer.Exit
-    _help(context)
+    _print_help(context)
 
 
 @recipes_app.callback(invoke_without_command=True)
 def _recipes(context: typer.Context) -> None:
     """List the recipes, or print one."""
-    _help(context)
+    _print_help(context)
 
 
 @keys_app.callback(invoke_without_command=True)
 def _keys(context: typer.Context) -> None:
-    """Keys of the endpoint: made, listed, revoked. (An artefact's folder that is called keys is served as ./keys.)"""
-    _help(context)
+    """Make, list and revoke API keys of the endpoint. (An artifact's folder named keys is served as ./keys.)"""
+    _print_help(context)
 
 
 @cluster_app.callback(invoke_without_command=True)
 def _cluster(context: typer.Context) -> None:
-    """A cluster's file: written, checked; and the jobs on a cluster."""
-    _help(context)
+    """Write and check a cluster file; submit and follow jobs on a cluster."""
+    _print_help(context)

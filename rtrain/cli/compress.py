@@ -1,4 +1,4 @@
-"""Verbs that make an artefact smaller, and score it: distill, quantize, evaluate."""
+"""Verbs that make an artifact smaller, and score it: distill, quantize, evaluate."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -7,134 +7,170 @@ from typing import Annotated, Any
 import typer
 
 from rtrain.cli.options import (
-    Address,
-    Artefact,
-    Json,
-    New,
-    Out,
-    Resume,
-    Set,
-    answering,
-    ended_run,
+    AddressOption,
+    ArtifactArgument,
+    JsonOption,
+    NewOption,
+    OutOption,
+    ResumeOption,
+    SetOption,
+    collect_overrides,
     leave_to_supervisor,
-    overrides_of,
-    resumable,
-    reuse_of,
+    require_finished_run,
+    resolve_artifact_argument,
+    resolve_reuse,
+    resume_hint_on_interrupt,
 )
-from rtrain.cli.output import show
-from rtrain.core.run_folder import Run, artifact_of
+from rtrain.cli.output import print_result
+from rtrain.core.run_folder import Run, resolve_artifact
 
 
 def distill(
     context: typer.Context,
     run: Annotated[Path, typer.Argument(help="Run folder of the teacher, or a search's.")],
-    out: Out = None,
-    assignments: Set = None,
-    address: Address = None,
-    resume: Resume = False,
-    new: New = False,
+    out: OutOption = None,
+    assignments: SetOption = None,
+    address: AddressOption = None,
+    resume: ResumeOption = False,
+    new: NewOption = False,
     search: Annotated[bool, typer.Option("--search", help="Search over students, by the settings `tune`.")] = False,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Train a smaller model on a run's rows and its model's answers."""
     from rtrain.config import with_overrides
-    from rtrain.config.recipe import FRESH
+    from rtrain.config.recipe import SETTINGS_RESET_FOR_STUDENTS
     from rtrain.runs import run_folders
 
-    teacher, reuse = ended_run(run), reuse_of(resume, new)
-    taught = replace(run_folders.stored(teacher, FRESH), named=frozenset())
-    config = with_overrides(taught, overrides_of(assignments, address=address))
-    config = run_folders.absolute(config, teacher)
+    teacher, reuse = require_finished_run(run), resolve_reuse(resume, new)
+    teacher_config = replace(
+        run_folders.load_config(teacher, SETTINGS_RESET_FOR_STUDENTS), explicit_settings=frozenset()
+    )
+    config = with_overrides(teacher_config, collect_overrides(assignments, address=address))
+    config = run_folders.resolve_paths(config, teacher)
     suffix = "students" if search else "student"
     folder = Path(out).expanduser().absolute() if out else run.absolute().with_name(f"{run.absolute().name}-{suffix}")
     leave_to_supervisor(config, folder, reuse)
     if search:
-        _search(context, config, teacher, folder, reuse, as_json)
+        _run_student_search(context, config, teacher, folder, reuse, as_json)
         return
     from rtrain.cluster.connection import session
     from rtrain.compress import distill as distillation
     from rtrain.evaluation import gate_table
-    from rtrain.report.live.progress import Line, summary_text
+    from rtrain.report.live.progress import ProgressLine, format_summary
 
     if reuse != "resume":
-        folder = run_folders.choose(folder, config, reuse)[0]
-    settled = distillation.settled(config, folder, reuse)
-    distillation.started(settled, distillation.Teacher.read(artifact_of(teacher)), folder.parent)  # before Ray starts
-    with resumable(folder, "distill", teacher), Line(context.obj) as line, session(settled, folder.parent, line):
-        student, summary = distillation.run(config, teacher, folder, reuse, on_event=line)
-    gated = gate_table.brief(summary["gate"]) if "gate" in summary else []
-    made = Run(student)
-    show(summary, as_json, summary_text(summary, made), *gated, context.obj.text(), _after(made, "distill", teacher))
+        folder = run_folders.choose_folder(folder, config, reuse)[0]
+    resolved_config = distillation.resolve_config(config, folder, reuse)
+    distillation.derive_student_config(
+        resolved_config, distillation.Teacher.load(resolve_artifact(teacher)), folder.parent
+    )  # before Ray starts
+    with (
+        resume_hint_on_interrupt(folder, "distill", teacher),
+        ProgressLine(context.obj) as line,
+        session(resolved_config, folder.parent, line),
+    ):
+        student, summary = distillation.run_distillation(config, teacher, folder, reuse, on_event=line)
+    gate_lines = gate_table.format_brief(summary["gate"]) if "gate" in summary else []
+    student_run = Run(student)
+    print_result(
+        summary,
+        as_json,
+        format_summary(summary, student_run),
+        *gate_lines,
+        context.obj.format_phases(),
+        _next_command(student_run, "distill", teacher),
+    )
 
 
-def _after(student: Run, *words: object) -> str:
+def _next_command(student: Run, *words: object) -> str:
     """What to do with a student next: quantize it where the gate has let it through, else as with any run."""
-    from rtrain.report.live.progress import after, then
+    from rtrain.report.live.progress import format_next_command, next_run_command
 
-    way_on = after(student, *words)
-    return then("quantize", student) if way_on == then("serve", student.artifact) else way_on
+    next_command = next_run_command(student, *words)
+    return (
+        format_next_command("quantize", student)
+        if next_command == format_next_command("serve", student.artifact)
+        else next_command
+    )
 
 
-def _search(context: typer.Context, config: Any, run: Path, folder: Path, reuse: Any, as_json: bool) -> None:
-    """`rtrain distill --search`: the students of the artefact of `run`."""
-    from rtrain.cli.search import searched
+def _run_student_search(
+    context: typer.Context, config: Any, run: Path, folder: Path, reuse: Any, as_json: bool
+) -> None:
+    """`rtrain distill --search`: the students of the artifact of `run`."""
+    from rtrain.cli.search import run_search
     from rtrain.compress import distill as distillation
     from rtrain.runs import prepare, run_folders
     from tune import students
 
-    prepare.refuse_lost(config, folder, reuse, "distill", run)
-    teacher = distillation.Teacher.read(artifact_of(run))
+    prepare.refuse_lost_search(config, folder, reuse, "distill", run)
+    teacher = distillation.Teacher.load(resolve_artifact(run))
     if reuse == "resume":
-        prepare.bring_back(config, folder)
+        prepare.restore_run(config, folder)
     else:
-        folder = run_folders.choose(folder, config, reuse)[0]
-    begun = students.begun(distillation.settled(config, folder, reuse), teacher, folder.parent)
-    students.check(begun, teacher, folder.parent)
+        folder = run_folders.choose_folder(folder, config, reuse)[0]
+    search_config = students.derive_search_config(
+        distillation.resolve_config(config, folder, reuse), teacher, folder.parent
+    )
+    students.check_students(search_config, teacher, folder.parent)
     if reuse != "resume":
-        distillation.checked(begun, teacher, folder.parent)
+        distillation.check_config(search_config, teacher, folder.parent)
     words = ("distill", run, "--search")
-    searched(context, begun, folder, reuse, as_json, words, lambda made: _after(made, "distill", run), teacher.folder)
+    run_search(
+        context,
+        search_config,
+        folder,
+        reuse,
+        as_json,
+        words,
+        lambda made: _next_command(made, "distill", run),
+        teacher.folder,
+    )
 
 
 def quantize(
     context: typer.Context,
-    run: Annotated[Path, typer.Argument(help="Run folder whose artefact is quantized, or a search's.")],
-    out: Annotated[Path | None, typer.Option("--out", help="Folder of the int8 artefact.")] = None,
-    assignments: Set = None,
-    as_json: Json = False,
+    run: Annotated[Path, typer.Argument(help="Run folder whose artifact is quantized, or a search's.")],
+    out: Annotated[Path | None, typer.Option("--out", help="Folder of the int8 artifact.")] = None,
+    assignments: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Make an int8 artefact with static scales, calibrated on training rows, and score it on the test rows."""
+    """Make an int8 artifact with static scales, calibrated on training rows, and score it on the test rows."""
     from rtrain.compress import quantize as quantization
-    from rtrain.report.live.progress import Line, then
+    from rtrain.report.live.progress import ProgressLine, format_next_command
     from rtrain.runs import run_folders
 
-    parent = Run(ended_run(run))
-    config = run_folders.stored(parent.folder, overrides_of(assignments))
-    into = (out or parent.int8).expanduser().absolute()
-    with Line(context.obj) as line:
-        store, threads = quantization.store_of(parent.folder), config.deploy.serve.threads
-        report = quantization.run(config.recipe, store, parent.folder, into, line, threads)
-    way_on = then("serve", into) if report["gate"]["verdict"] == "promote" else then("inspect", into)
-    show(report, as_json, quantization.report_text(report), context.obj.text(), way_on)
+    parent = Run(require_finished_run(run))
+    config = run_folders.load_config(parent.folder, collect_overrides(assignments))
+    out_folder = (out or parent.int8_artifact).expanduser().absolute()
+    with ProgressLine(context.obj) as line:
+        store, threads = quantization.find_token_store(parent.folder), config.deploy.serve.threads
+        report = quantization.run_quantization(config.recipe, store, parent.folder, out_folder, line, threads)
+    next_command = (
+        format_next_command("serve", out_folder)
+        if report["gate"]["verdict"] == "promote"
+        else format_next_command("inspect", out_folder)
+    )
+    print_result(report, as_json, quantization.format_report(report), context.obj.format_phases(), next_command)
 
 
 def evaluate(
-    artifact: Artefact,
+    artifact: ArtifactArgument,
     data: Annotated[str, typer.Option("--data", help="Rows with texts and labels.")],
-    assignments: Set = None,
-    as_json: Json = False,
+    assignments: SetOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Score an artefact on a file of rows, through the path that answers requests; the columns are those of its own
+    """Score an artifact on a file of rows, through the path that answers requests; the columns are those of its own
     training rows, but for what --set data.label=... and so on say."""
     from rtrain import config
     from rtrain.inference import artifact as artifacts, score
     from rtrain.metrics import scores
-    from rtrain.report.live.progress import used
+    from rtrain.report.live.progress import next_artifact_command
 
     overrides = {"data.path": data, **dict(config.parse_assignment(text) for text in assignments or ())}
-    folder = answering(artifact)
-    settings = score.settings_for_scores(artifacts.read(folder), overrides)
-    report = score.run(folder, settings)
-    labels = artifacts.read(folder).labels
-    lines = (scores.text(report), "", *score.describe_rows(report, settings, labels))
-    show(report, as_json, "\n".join(lines), used(folder))
+    folder = resolve_artifact_argument(artifact)
+    settings = score.resolve_scoring_settings(artifacts.read_artifact(folder), overrides)
+    report = score.score_file(folder, settings)
+    labels = artifacts.read_artifact(folder).labels
+    lines = (scores.format_scores(report), "", *score.describe_rows(report, settings, labels))
+    print_result(report, as_json, "\n".join(lines), next_artifact_command(folder))

@@ -10,42 +10,48 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rtrain.core import signals
-from rtrain.core.errors import ConfigError, Ended, Problem, meant
-from rtrain.core.run_folder import artifact_of, chosen, shown
+from rtrain.core.errors import CommandInterruptedError, ConfigError, Problem, suggest_path
+from rtrain.core.run_folder import quote_path, resolve_artifact, resolve_run
 
 if TYPE_CHECKING:
     from rtrain.runs.run_folders import Reuse
 
-Recipe = Annotated[
+RecipeArgument = Annotated[
     str | None,
-    typer.Argument(help="A recipe's name or a YAML file, e.g. a run's config.yaml. --resume goes on without."),
+    typer.Argument(help="A recipe's name or a YAML file, e.g. a run's config.yaml. --resume needs none."),
 ]
-Set = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.name=value. Repeatable.")]
-Out = Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/<recipe>-<time>).")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+SetOption = Annotated[list[str] | None, typer.Option("--set", help="Change a setting: section.name=value. Repeatable.")]
+OutOption = Annotated[str | None, typer.Option("--out", help="Run folder (default: runs/<recipe>-<time>).")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 DataOption = Annotated[str | None, typer.Option("--data", help="Training rows: file, folder, glob or hub name.")]
 ValidOption = Annotated[str | None, typer.Option("--valid", help="Validation rows; without it 10 % are split off.")]
 TestOption = Annotated[str | None, typer.Option("--test", help="Test rows; without it 10 % are split off.")]
 ModelOption = Annotated[str | None, typer.Option("--model", help="minilm, a Transformers folder, or a hub name.")]
-Keys = Annotated[str | None, typer.Option("--keys", help="File of keys, without one of which nobody is answered.")]
-Insecure = Annotated[bool, typer.Option("--insecure", help="Listen where others can reach it, without keys.")]
-Ungated = Annotated[bool, typer.Option("--ungated", help="Serve what the gate has refused or not seen, too.")]
-Artefact = Annotated[
+KeysOption = Annotated[str | None, typer.Option("--keys", help="File of API keys; requests without a key are refused.")]
+InsecureOption = Annotated[
+    bool, typer.Option("--insecure", help="Listen on an address open to other machines, without keys.")
+]
+UngatedOption = Annotated[
+    bool, typer.Option("--ungated", help="Serve artifacts that the gate has refused or not judged, too.")
+]
+ArtifactArgument = Annotated[
     str,
-    typer.Argument(help="Artefact folder, or a run's or a search's; or an address: s3://bucket/folder."),
+    typer.Argument(help="Folder of an artifact, a run or a search; or a URL: s3://bucket/folder."),
 ]
-Artefacts = Annotated[
+ArtifactsArgument = Annotated[
     list[str] | None,
-    typer.Argument(help="Artefacts, as above; NAME=ARTEFACT to give one another name. --rollback takes none."),
+    typer.Argument(help="Artifacts, as above; NAME=ARTIFACT sets a name. --rollback takes none."),
 ]
-Workers = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
-Address = Annotated[str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
-New = Annotated[bool, typer.Option("--new", help="If --out is in use, take the next free number.")]
+WorkersOption = Annotated[int | None, typer.Option("--workers", help="DDP workers.")]
+AddressOption = Annotated[
+    str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")
+]
+ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
+NewOption = Annotated[bool, typer.Option("--new", help="If --out is in use, take the next free number.")]
 
 
-def reuse_of(resume: bool, new: bool) -> "Reuse":
-    """What becomes of a run folder that is in use."""
+def resolve_reuse(resume: bool, new: bool) -> "Reuse":
+    """Return the policy for a run folder that is in use."""
     if resume and new:
         problem = Problem(
             "--new",
@@ -58,7 +64,7 @@ def reuse_of(resume: bool, new: bool) -> "Reuse":
     return "resume" if resume else "new" if new else "refuse"
 
 
-SHORT = {
+SETTINGS_BY_OPTION = {
     "data": "data.path",
     "valid": "data.valid",
     "test": "data.test",
@@ -70,181 +76,185 @@ SHORT = {
     "keys": "serve.keys",
     "insecure": "serve.insecure",
     "ungated": "serve.ungated",
-    "shadow": "serve.shadow",
+    "shadow": "serve.shadow_fraction",
 }
-"""Setting by the name of its own option."""
+"""Setting by the name of its short option."""
 
 
-def overrides_of(assignments: list[str] | None, **short: Any) -> dict[str, Any]:
-    """What the short options name, then `--set`."""
+def collect_overrides(assignments: list[str] | None, **option_values: Any) -> dict[str, Any]:
+    """Collect overrides from the short options, then `--set`."""
     from rtrain import config
 
-    overrides = {SHORT[name]: value for name, value in short.items() if value is not None}
+    overrides = {SETTINGS_BY_OPTION[name]: value for name, value in option_values.items() if value is not None}
     return overrides | dict(config.parse_assignment(text) for text in assignments or ())
 
 
-def as_given(recipe: str, assignments: list[str] | None, **short: Any) -> list[str]:
-    """The same recipe and settings as words of a command line."""
-    words = [word for name, value in short.items() if value is not None for word in (f"--{name}", str(value))]
-    return [recipe, *words, *(word for text in assignments or () for word in ("--set", text))]
+def format_arguments(recipe: str, assignments: list[str] | None, **option_values: Any) -> list[str]:
+    """Format the recipe and settings as arguments of a command line."""
+    option_words = [
+        word for name, value in option_values.items() if value is not None for word in (f"--{name}", str(value))
+    ]
+    return [recipe, *option_words, *(word for text in assignments or () for word in ("--set", text))]
 
 
-def configured(recipe: str, assignments: list[str] | None, **short: Any) -> Any:
-    """The configuration of a verb: recipe, then the short options, then `--set`."""
+def build_config(recipe: str, assignments: list[str] | None, **option_values: Any) -> Any:
+    """Build a verb's configuration: recipe, then the short options, then `--set`."""
     from rtrain import config
 
-    return config.load(recipe, overrides_of(assignments, **short))
+    return config.load_config(recipe, collect_overrides(assignments, **option_values))
 
 
-def opened(
+def open_run(
     recipe: str | None,
     assignments: list[str] | None,
     out: str | None,
     resume: bool,
     new: bool,
-    search: bool = False,
+    is_search: bool = False,
     /,
-    **short: Any,
+    **option_values: Any,
 ) -> tuple[Any, Path, "Reuse"]:
-    """Configuration, folder and its reuse of a verb that trains, or that makes a `search` of trainings; in a job it
-    goes on as the child of a supervisor.
+    """Return configuration, folder and reuse policy of a verb that trains, or searches (`is_search`); in a job the
+    command continues as the child of a supervisor.
 
-    A resumed run's configuration is its own, with what is named here. The folder is the one that will be written.
+    A resumed run keeps its own configuration, changed by the options. The returned folder is the one to write.
     """
     from rtrain import config as configuration
     from rtrain.core.run_folder import Run
     from rtrain.runs import run_folders
 
-    reuse = reuse_of(resume, new)
-    own, overrides = _recipe(recipe, out, reuse), overrides_of(assignments, **short)
+    reuse = resolve_reuse(resume, new)
+    config_source, overrides = _find_recipe(recipe, out, reuse), collect_overrides(assignments, **option_values)
     if recipe is None and out and reuse == "resume":
-        # The settings are the run's own: beside what it has decided, leaving it open would contradict it.
-        overrides = run_folders.asked_of(Run(run_folders.folder_for("", out)), overrides)
-    config = configuration.load(own, overrides)
-    if search and reuse == "resume" and config.recipe.distill.teacher is not None:
-        way_on = Run(run_folders.folder_for("", out)).resumed_by
-        reason = "a search over students goes on with their teacher"
+        # The settings are the run's own: an open setting would contradict the run's decision.
+        overrides = run_folders.resume_overrides(Run(run_folders.default_run_folder("", out)), overrides)
+    config = configuration.load_config(config_source, overrides)
+    if is_search and reuse == "resume" and config.recipe.distill.teacher is not None:
+        resume_command = Run(run_folders.default_run_folder("", out)).resume_command
+        reason = "a search over students needs their teacher"
         problem = Problem(
-            "distill.teacher", config.recipe.distill.teacher, reason, f"write {way_on}", code="needs_teacher"
+            "distill.teacher", config.recipe.distill.teacher, reason, f"write {resume_command}", code="needs_teacher"
         )
         raise ConfigError([problem])
     if reuse != "resume":
-        _refuse_student(Path(own).expanduser().absolute(), config)
-    folder = run_folders.folder_for(f"{config.recipe.name}{'-search' if search else ''}", out)
-    config = run_folders.absolute(config, folder if reuse == "resume" else None)
+        _refuse_student(Path(config_source).expanduser().absolute(), config)
+    folder = run_folders.default_run_folder(f"{config.recipe.name}{'-search' if is_search else ''}", out)
+    config = run_folders.resolve_paths(config, folder if reuse == "resume" else None)
     leave_to_supervisor(config, folder, reuse)
-    from rtrain.runs import prepare  # a supervisor that imports torch could die with its child, of memory
+    from rtrain.runs import prepare  # a supervisor that imports torch could run out of memory with its child
 
-    if search:
-        prepare.refuse_lost(config, folder, reuse, "train", recipe or config.recipe.name)
-    folder, config = prepare.chosen(config, folder, reuse)
+    if is_search:
+        prepare.refuse_lost_search(config, folder, reuse, "train", recipe or config.recipe.name)
+    folder, config = prepare.resolve_run_folder(config, folder, reuse)
     return config, folder, reuse
 
 
-def _recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
-    """The recipe's name or file; none is needed where `out` holds a run, which is resumed or made anew."""
+def _find_recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
+    """Return the recipe's name or file; optional where `out` holds a run, which is resumed or restarted."""
     if reuse == "resume" and out is None:
         fix = "write --out with the folder of the run"
-        problem = Problem("--resume", None, "continues the run in --out, and none is named", fix, code="missing")
+        problem = Problem("--resume", None, "continues the run in --out, which is missing", fix, code="missing")
         raise ConfigError([problem])
     if recipe is not None:
         return recipe
-    own = Path(out or ".").expanduser() / "config.yaml"
-    if reuse != "refuse" and own.is_file():
-        return str(own)
-    fix = "write a recipe's name or a YAML file; a run that is here is continued without by --resume --out RUN"
+    run_config = Path(out or ".").expanduser() / "config.yaml"
+    if reuse != "refuse" and run_config.is_file():
+        return str(run_config)
+    fix = "write a recipe's name or a YAML file; to continue a run, write --resume --out RUN"
     reason = "missing"
-    if reuse == "resume" and (hint := meant(own.parent)):
+    if reuse == "resume" and (hint := suggest_path(run_config.parent)):
         reason, fix = f"missing, and {out} holds no run", hint
     raise ConfigError([Problem("recipe", None, reason, fix, code="missing")])
 
 
 def _refuse_student(file: Path, config: Any) -> None:
-    """Raise `ConfigError` for a student's configuration, which `file` holds: a training that is begun by it has none of
-    its teacher's answers, and no gate looks at what comes of it."""
+    """Raise `ConfigError` if `file` is a student's configuration: `train` would train it without its teacher's logits
+    and without a gate."""
     if (teacher := config.recipe.distill.teacher) is None:
         return
     from rtrain.core.run_folder import Run
-    from rtrain.evaluation.reproduce_commands import distilled
+    from rtrain.evaluation.reproduce_commands import make_distill_command
 
     run = Run(file.parent)
-    made_by = distilled(run, teacher) if file == run.config else "rtrain distill, with the run of that artefact"
+    distill_command = (
+        make_distill_command(run, teacher) if file == run.config else "rtrain distill, with the run of that artifact"
+    )
     problem = Problem(
         "distill.teacher",
         teacher,
-        "a student is made by rtrain distill",
-        f"write {made_by}",
+        "students are trained by rtrain distill",
+        f"write {distill_command}",
         code="needs_teacher",
     )
     raise ConfigError([problem])
 
 
 @contextmanager
-def told_how(way_on: Callable[[], str | None]) -> Iterator[None]:
-    """A block that can be gone on with: where Ctrl-C or SIGTERM ends it, the one line that is said about it, once all
-    that it had started has ended, names the way on."""
+def hint_on_interrupt(make_hint: Callable[[], str | None]) -> Iterator[None]:
+    """Add a hint for resuming to the message of Ctrl-C or SIGTERM within the block, which is printed after all child
+    processes have ended."""
     try:
         yield
     except KeyboardInterrupt:
-        (said, code), how = signals.ended(), way_on()
-        raise Ended(said if how is None else f"{said}; {how}", code) from None
+        (message, code), hint = signals.describe_interruption(), make_hint()
+        raise CommandInterruptedError(message if hint is None else f"{message}; {hint}", code) from None
 
 
 @contextmanager
-def resumable(run: Path, *words: object) -> Iterator[None]:
-    """`told_how` for a run that the verb and arguments `words` make."""
+def resume_hint_on_interrupt(run: Path, *words: object) -> Iterator[None]:
+    """`hint_on_interrupt` for a run of the verb and arguments `words`."""
 
-    def way_on() -> str | None:
+    def make_hint() -> str | None:
         from rtrain.cluster import connection
         from rtrain.core.run_folder import Run
-        from rtrain.report.live.progress import then
+        from rtrain.report.live.progress import format_next_command
 
-        if Run(run).finished:  # all but its report is there
-            return then("report", run)
+        if Run(run).is_finished:  # only its report is missing
+            return format_next_command("report", run)
         if not Run(run).exists:
             return None
-        if connection.IN_JOB in os.environ:  # whose entry point resumes the run
+        if connection.JOB_CONFIG_VARIABLE in os.environ:  # its entry point resumes the run
             return "next: submit the same job again"
-        return then(*words, "--resume", "--out", run)
+        return format_next_command(*words, "--resume", "--out", run)
 
-    with told_how(way_on):
+    with hint_on_interrupt(make_hint):
         yield
 
 
-def answering(given: str) -> Path:
-    """The artefact, by its absolute path, that the folder or the address given to a verb stands for; said where it is
-    another one."""
-    if "://" in given:
+def resolve_artifact_argument(argument: str) -> Path:
+    """Return the absolute path of the artifact in a verb's folder or URL argument, and print it if it differs."""
+    if "://" in argument:
         from rtrain.inference import remote
 
-        found = remote.fetch(given, say=lambda line: print(line, file=sys.stderr))
+        artifact_folder = remote.fetch_artifact(argument, print_line=lambda line: print(line, file=sys.stderr))
     else:
-        found = artifact_of(Path(given).absolute())
-    if str(found) != os.path.abspath(given):
-        print(f"answering with {shown(found)}", file=sys.stderr)
-    return found
+        artifact_folder = resolve_artifact(Path(argument).absolute())
+    if str(artifact_folder) != os.path.abspath(argument):
+        print(f"answering with {quote_path(artifact_folder)}", file=sys.stderr)
+    return artifact_folder
 
 
-def chosen_run(folder: Path) -> Path:
-    """The run, by its absolute path, that the folder given to a verb stands for; said where it is a search's winner."""
-    found = chosen(folder.absolute()).folder
-    if found != folder.absolute():
-        print(f"the search's winner is {shown(found)}", file=sys.stderr)
-    return found
+def resolve_run_argument(folder: Path) -> Path:
+    """Return the absolute path of the run in a verb's folder argument, and print it if it is a search's winner."""
+    run_folder = resolve_run(folder.absolute()).folder
+    if run_folder != folder.absolute():
+        print(f"the search's winner is {quote_path(run_folder)}", file=sys.stderr)
+    return run_folder
 
 
-def ended_run(folder: Path) -> Path:
-    """`chosen_run` for a verb that needs its artefact: one whose training has not ended is refused with the way on."""
-    found = chosen_run(folder)
-    artifact_of(folder.absolute())
-    return found
+def require_finished_run(folder: Path) -> Path:
+    """`resolve_run_argument` for a verb that needs the artifact: an unfinished run is refused with the resume
+    command."""
+    run_folder = resolve_run_argument(folder)
+    resolve_artifact(folder.absolute())
+    return run_folder
 
 
 def leave_to_supervisor(config: Any, folder: Path, reuse: "Reuse") -> None:
-    """In a job, does not return: the same command runs as the child of a supervisor, and this process ends with it."""
+    """In a job, run the same command as the child of a supervisor; this process ends with it."""
     from rtrain.cluster import supervisor
     from rtrain.runs import run_folders
 
-    if supervisor.is_needed():
-        run = folder if reuse == "resume" else run_folders.choose(folder, config, reuse)[0]
+    if supervisor.should_supervise():
+        run = folder if reuse == "resume" else run_folders.choose_folder(folder, config, reuse)[0]
         sys.exit(supervisor.supervise([*sys.argv[1:], "--out", str(run)], run))

@@ -1,4 +1,4 @@
-"""Verbs about runs as things: runs, clean, export, import."""
+"""Verbs for stored runs: runs, clean, export, import."""
 
 import sys
 from enum import StrEnum
@@ -7,21 +7,21 @@ from typing import Annotated
 
 import typer
 
-from rtrain.cli.options import Json, ended_run
-from rtrain.cli.output import show
+from rtrain.cli.options import JsonOption, require_finished_run
+from rtrain.cli.output import print_result
 from rtrain.core.errors import ConfigError, Problem, UserError
-from rtrain.core.run_folder import ARTIFACT, Run, artifact_of, near, shown
+from rtrain.core.run_folder import ARTIFACT_FILE, Run, quote_path, relative_to_cwd, resolve_artifact
 
 
-class Keep(StrEnum):
-    """What `rtrain clean` keeps."""
+class KeepPolicy(StrEnum):
+    """Content that `rtrain clean` keeps."""
 
     ARTIFACT = "artifact"
     NONE = "none"
 
 
-class WheelsFor(StrEnum):
-    """What the wheels of `rtrain export` are for."""
+class WheelPurpose(StrEnum):
+    """Use of the wheels of `rtrain export`."""
 
     PREDICT = "predict"
     SERVE = "serve"
@@ -30,91 +30,105 @@ class WheelsFor(StrEnum):
 
 def runs(
     root: Annotated[Path, typer.Argument(help="Folder of runs, or a run.")] = Path("runs"),
-    every: Annotated[bool, typer.Option("--all", help="A line for each trial of a search too.")] = False,
-    as_json: Json = False,
+    include_trials: Annotated[bool, typer.Option("--all", help="A line for each trial of a search too.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """List the runs, searches and students of a folder: state, score, size, what they came from, what may go."""
+    """List the runs, searches and students of a folder: state, score, size, origin, removable bytes."""
     from rtrain.runs.store import scan, table
 
-    found = scan.look(root.absolute())
+    run_inventory = scan.scan_folder(root.absolute())
     if as_json:
-        show(table.document(found), True, "")
+        print_result(table.inventory_document(run_inventory), True, "")
     else:
-        print(table.text(found, every))
+        print(table.format_inventory(run_inventory, include_trials))
 
 
 def clean(
     path: Annotated[Path, typer.Argument(help="A run, or a folder of runs.")],
     keep: Annotated[
-        Keep, typer.Option("--keep", help="artifact: all that is finished; none: nothing.")
-    ] = Keep.ARTIFACT,
+        KeepPolicy, typer.Option("--keep", help="artifact: all that is finished; none: nothing.")
+    ] = KeepPolicy.ARTIFACT,
     stores: Annotated[
-        bool, typer.Option("--stores", help="Of a folder: also token stores that only ended runs use.")
+        bool, typer.Option("--stores", help="In a folder: also token stores that only ended runs use.")
     ] = False,
-    dry: Annotated[bool, typer.Option("--dry-run", help="Say what would go, and remove nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", help="Remove whole runs (--keep none) without a question.")] = False,
-    as_json: Json = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List removals without removing anything.")] = False,
+    assume_yes: Annotated[
+        bool, typer.Option("--yes", help="Remove whole runs (--keep none) without a question.")
+    ] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Remove what a finished run does not need, after saying what goes and what is lost by it."""
+    """Remove the files that a finished run does not need, after listing them and their use."""
     from rtrain.runs.store import clean as store_clean, clean_plan, scan, table
 
     folder = path.absolute()
-    single = scan.holds_run(folder)
-    if single and stores:
-        fix = f"name the folder that holds the runs: {shown(folder.parent)}"
+    is_single_run = scan.holds_run(folder)
+    if is_single_run and stores:
+        fix = f"name the folder that holds the runs: {quote_path(folder.parent)}"
         raise ConfigError(
             [Problem("--stores", None, "token stores are shared by runs", fix, code="conflicting_settings")]
         )
-    found = scan.around(folder) if single else scan.look(folder)
-    known = found.of(folder) if single else None
-    if single and known is None:
+    run_inventory = scan.scan_surroundings(folder) if is_single_run else scan.scan_folder(folder)
+    run_info = run_inventory.find(folder) if is_single_run else None
+    if is_single_run and run_info is None:
         raise UserError(
             f"{folder} is a link, or lies in another run: nothing is removed there; name the run itself",
             code="not_a_run",
         )
-    if not single and not (found.runs or found.shared or found.drafts):
+    if not is_single_run and not (run_inventory.runs or run_inventory.shared or run_inventory.drafts):
         raise UserError(
             f"{folder} holds no run, and none lies below it; name a run, or the folder that holds them",
             code="not_a_run",
         )
-    planned = clean_plan.of_run(known, keep.value, found) if known else clean_plan.of_root(found, keep.value, stores)
-    removals = clean_plan.checked(planned)
+    planned_removals = (
+        clean_plan.plan_run_removal(run_info, keep.value, run_inventory)
+        if run_info
+        else clean_plan.plan_root_removal(run_inventory, keep.value, stores)
+    )
+    removals = clean_plan.verify_removals(planned_removals)
     if not as_json:
-        print(table.removals_text(removals, dry))
-    parts = [part for removed in removals for part in removed.parts]
-    if single and not parts and (reasons := removals[0].stays):
-        raise UserError(f"{folder} is left as it is: {'; '.join(reasons)}", code="not_removed")
-    wrong = []
-    if parts and not dry:
-        _ask(keep, yes, len([removed for removed in removals if removed.whole]))
+        print(table.format_removals(removals, dry_run))
+    parts = [part for removed in removals for part in removed.items]
+    if is_single_run and not parts and (reasons := removals[0].kept_reasons):
+        raise UserError(f"{folder} is unchanged: {'; '.join(reasons)}", code="not_removed")
+    failures = []
+    if parts and not dry_run:
+        _confirm_removal(keep, assume_yes, len([removed for removed in removals if removed.removes_run]))
         try:
-            store_clean.carry_out(removals)
-        except UserError as error:  # all the others are removed, and are to be told
-            wrong.append(str(error))
-    if unread := [removed.name for removed in removals if removed.unread]:
-        wrong.append(f"files of {', '.join(unread)} cannot be read; what depends on them stays, as listed")
+            store_clean.remove_all(removals)
+        except UserError as error:  # the others are removed, and are reported
+            failures.append(str(error))
+    if unreadable_names := [removed.name for removed in removals if removed.is_unreadable]:
+        failures.append(f"files of {', '.join(unreadable_names)} cannot be read; their dependencies stay, as listed")
     if as_json:
-        show(table.removals_document(removals, dry), True, "")
-    if wrong and not as_json:
-        raise UserError("\n".join(wrong), code="not_removed")
+        print_result(table.removals_document(removals, dry_run), True, "")
+    if failures and not as_json:
+        raise UserError("\n".join(failures), code="not_removed")
     if as_json:
-        print("".join(f"rtrain: {line}\n" for line in wrong), end="", file=sys.stderr)
-        raise typer.Exit(bool(wrong))
-    if dry and any(part.size for part in parts):
-        options = f"{' --keep ' + keep.value if keep is not Keep.ARTIFACT else ''}{' --stores' if stores else ''}"
-        print(f"next: rtrain clean {shown(folder)}{options}{' --yes' if keep is Keep.NONE else ''}")
+        print("".join(f"rtrain: {line}\n" for line in failures), end="", file=sys.stderr)
+        raise typer.Exit(bool(failures))
+    if dry_run and any(part.size for part in parts):
+        options = f"{' --keep ' + keep.value if keep is not KeepPolicy.ARTIFACT else ''}{' --stores' if stores else ''}"
+        print(f"next: rtrain clean {quote_path(folder)}{options}{' --yes' if keep is KeepPolicy.NONE else ''}")
     else:
-        print(f"next: rtrain runs {shown(folder.parent if single else folder)}")
+        print(f"next: rtrain runs {quote_path(folder.parent if is_single_run else folder)}")
 
 
-def _ask(keep: Keep, yes: bool, count: int) -> None:
-    """Whole runs go only where a person at a terminal, or `--yes`, says so."""
-    if keep is not Keep.NONE or yes or not count:
+def _confirm_removal(keep: KeepPolicy, assume_yes: bool, count: int) -> None:
+    """Ask at a terminal before whole runs are removed, unless `--yes` is set."""
+    if keep is not KeepPolicy.NONE or assume_yes or not count:
         return
-    fix = "write --yes, or --keep artifact to keep what is finished"
+    fix = "write --yes, or --keep artifact to keep finished artifacts"
     if not sys.stdin.isatty():
         raise ConfigError(
-            [Problem("--keep", "none", "removes whole runs, and nobody can be asked here", fix, code="nobody_asked")]
+            [
+                Problem(
+                    "--keep",
+                    "none",
+                    "removes whole runs, and there is no terminal for a question",
+                    fix,
+                    code="no_terminal",
+                )
+            ]
         )
     if not typer.confirm(f"Remove {count} whole run{'' if count == 1 else 's'}?", err=True):
         raise UserError("nothing was removed", code="declined")
@@ -124,75 +138,90 @@ def export(
     run: Annotated[Path, typer.Argument(help="Run folder, or a search's.")],
     out: Annotated[Path, typer.Option("--out", help="The file to write, e.g. intent.tar.")],
     int8: Annotated[
-        bool, typer.Option("--int8", help="Of the artefacts the int8 one alone: smaller, and answered without torch.")
+        bool, typer.Option("--int8", help="Only the int8 artifact: smaller, and independent of torch.")
     ] = False,
     with_wheels: Annotated[
-        bool, typer.Option("--with-wheels", help="With the packages that answering needs, by pip download.")
+        bool, typer.Option("--with-wheels", help="Include the packages for predictions, by pip download.")
     ] = False,
     wheels_for: Annotated[
-        WheelsFor, typer.Option("--wheels-for", help="What these packages must do; all: train as well.")
-    ] = WheelsFor.SERVE,
+        WheelPurpose, typer.Option("--wheels-for", help="Use of these packages; all: training too.")
+    ] = WheelPurpose.SERVE,
     no_texts: Annotated[
         bool, typer.Option("--no-texts", help="Leave out predictions and the report: they hold texts.")
     ] = False,
-    ungated: Annotated[bool, typer.Option("--ungated", help="Carry what the gate has refused, too.")] = False,
-    as_json: Json = False,
+    ungated: Annotated[bool, typer.Option("--ungated", help="Export refused artifacts, too.")] = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Put a run's artefacts, scores, report and log into one file, for a machine without network."""
+    """Bundle a run's artifacts, scores, report and log into one file, for a machine without network."""
     import tempfile
 
     from rtrain.inference import artifact
     from rtrain.runs.store import disk_usage, export_bundle, wheels
 
-    found, file, name = Run(ended_run(run)), out.expanduser().absolute(), run.absolute().name
-    export_bundle.check(found, file, int8)  # before anything is fetched
-    verdicts = export_bundle.verdicts(found, int8)
+    source_run, file, name = Run(require_finished_run(run)), out.expanduser().absolute(), run.absolute().name
+    export_bundle.check_export(source_run, file, int8)  # before anything is fetched
+    verdicts = export_bundle.load_verdicts(source_run, int8)
     if not ungated:
-        export_bundle.admit(verdicts)
+        export_bundle.require_accepted(verdicts)
     with tempfile.TemporaryDirectory() as folder:
-        fetched, install = [], ""
+        wheel_files, install = [], ""
         if with_wheels:
-            print(f"fetching what rtrain {wheels_for} needs", file=sys.stderr)
-            places = [found.int8] if int8 else [found.artifact, found.int8]
-            made = [place for place in places if (place / ARTIFACT).is_file()]
-            engines = [artifact.read(place, verify=False).engine for place in made]
-            if doubt := wheels.doubt(wheels.packages(wheels_for.value, engines)):
-                print(doubt, file=sys.stderr)
-            fetched = wheels.fetch(wheels_for.value, engines, Path(folder))
-            install = wheels.instructions(name, file.name, wheels_for.value)
-        sent = export_bundle.send(found, name, file, int8, fetched, install, texts=not no_texts)
-    carried = f"{sent.files} files, {disk_usage.text(sent.size)}"
-    lines = [f"{shown(file)}: the run {name}, {carried}"]
-    if sent.with_texts:
-        lines.append(f"WARNING: texts of rows are in {', '.join(sent.with_texts)}; --no-texts leaves these files out")
+            print(f"fetching the packages of rtrain {wheels_for}", file=sys.stderr)
+            candidate_folders = [source_run.int8_artifact] if int8 else [source_run.artifact, source_run.int8_artifact]
+            artifact_folders = [place for place in candidate_folders if (place / ARTIFACT_FILE).is_file()]
+            engines = [artifact.read_artifact(place, verify=False).engine for place in artifact_folders]
+            if warning := wheels.torch_build_warning(wheels.required_packages(wheels_for.value, engines)):
+                print(warning, file=sys.stderr)
+            wheel_files = wheels.fetch_wheels(wheels_for.value, engines, Path(folder))
+            install = wheels.format_instructions(name, file.name, wheels_for.value)
+        exported_bundle = export_bundle.export_bundle(
+            source_run, name, file, int8, wheel_files, install, with_texts=not no_texts
+        )
+    size_text = f"{exported_bundle.num_files} files, {disk_usage.format_bytes(exported_bundle.num_bytes)}"
+    lines = [f"{quote_path(file)}: the run {name}, {size_text}"]
+    if exported_bundle.files_with_texts:
+        lines.append(
+            f"WARNING: texts of rows are in {', '.join(exported_bundle.files_with_texts)}; --no-texts leaves these "
+            "files out"
+        )
     else:
         lines.append("it holds no texts of rows")
     lines.append("not in it: checkpoints, and the token store")
-    lines += [f"not carried, as rtrain does not know it: {', '.join(sent.stayed)}"] if sent.stayed else []
-    lines += [f"gate: {one}" for one in verdicts]
+    lines += [f"skipped, unknown to rtrain: {', '.join(exported_bundle.left_out)}"] if exported_bundle.left_out else []
+    lines += [f"gate: {verdict}" for verdict in verdicts]
     lines += [install] if install else []
-    lines.append(f"next, on the other machine: rtrain import {shown(file)}")
-    document = {"file": str(file), "run": name, "bytes": sent.size, "files": sent.files, "left": list(sent.stayed)}
-    document["with_texts"] = list(sent.with_texts)
-    document["gate"] = {one.name: one.verdict for one in verdicts}
-    show({**document, "wheels": [path.name for path in fetched]}, as_json, "\n".join(lines))
+    lines.append(f"next, on the other machine: rtrain import {quote_path(file)}")
+    document = {
+        "file": str(file),
+        "run": name,
+        "bytes": exported_bundle.num_bytes,
+        "files": exported_bundle.num_files,
+        "skipped_files": list(exported_bundle.left_out),
+    }
+    document["with_texts"] = list(exported_bundle.files_with_texts)
+    document["gate"] = {verdict.name: verdict.verdict for verdict in verdicts}
+    print_result({**document, "wheels": [path.name for path in wheel_files]}, as_json, "\n".join(lines))
 
 
 def import_(
     file: Annotated[Path, typer.Argument(help="A file that rtrain export has written.")],
     out: Annotated[Path | None, typer.Option("--out", help="Run folder (default: runs/<name of the run>).")] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Unpack a run that rtrain export has packed; every file is checked before the run appears."""
-    from rtrain.report.live.progress import then, used
+    """Unpack a bundle of rtrain export; every file is verified before the run appears."""
+    from rtrain.report.live.progress import format_next_command, next_artifact_command
     from rtrain.runs.store import disk_usage, import_bundle, wheels
 
-    got = import_bundle.receive(file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute())
-    folder = got.run.folder
-    lines = [f"{shown(folder)}: {got.files} files, {disk_usage.text(got.size)}, each as it was packed"]
-    install = wheels.command(shown(got.wheels)) if got.wheels else None
-    lines += [f"to install what it needs, without network: {install}"] if install else []
-    use = used(artifact_of(folder), near(folder)).removeprefix("next: ")
-    lines.append(f"{then('predict', near(folder), 'a text')}   or: {use}")
-    document = {"run": str(folder), "files": got.files, "bytes": got.size, "install": install}
-    show(document, as_json, "\n".join(lines))
+    imported_run = import_bundle.import_bundle(
+        file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute()
+    )
+    folder = imported_run.run.folder
+    lines = [
+        f"{quote_path(folder)}: {imported_run.files} files, {disk_usage.format_bytes(imported_run.size)}, all verified"
+    ]
+    install = wheels.install_command(quote_path(imported_run.wheels)) if imported_run.wheels else None
+    lines += [f"to install its packages without network: {install}"] if install else []
+    next_command = next_artifact_command(resolve_artifact(folder), relative_to_cwd(folder)).removeprefix("next: ")
+    lines.append(f"{format_next_command('predict', relative_to_cwd(folder), 'a text')}   or: {next_command}")
+    document = {"run": str(folder), "files": imported_run.files, "bytes": imported_run.size, "install": install}
+    print_result(document, as_json, "\n".join(lines))

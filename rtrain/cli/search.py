@@ -1,4 +1,4 @@
-"""What verbs that search have in common: the live line, the table, also after Ctrl-C, and the verdicts at the end."""
+"""Shared by verbs that search: the progress line, the table of trials, also after Ctrl-C, and the verdicts."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from rtrain.cli.options import resumable
-from rtrain.cli.output import show
+from rtrain.cli.options import resume_hint_on_interrupt
+from rtrain.cli.output import print_result
 from rtrain.core import events
-from rtrain.core.errors import TryAgain
+from rtrain.core.errors import TemporaryFailureError
 from rtrain.core.run_folder import Run
 
 if TYPE_CHECKING:
@@ -18,65 +18,72 @@ if TYPE_CHECKING:
     from rtrain.runs.run_folders import Reuse
 
 
-def searched(
+def run_search(
     context: typer.Context,
     config: "Config",
     folder: Path,
     reuse: "Reuse",
     as_json: bool,
-    verb: tuple[object, ...],
-    way_on: Callable[[Run], str],
+    command_words: tuple[object, ...],
+    make_hint: Callable[[Run], str],
     teacher: Path | None = None,
 ) -> None:
-    """Run a search that is checked, and show its end. `verb`: its words on the command line; `way_on`: what to do with
-    a winner that the gate does not refuse; `teacher`: the artefact whose students are searched."""
+    """Run a checked search and print its result.
+
+    Args:
+        command_words: Its arguments on the command line.
+        make_hint: Makes the next command for a winner that the gate does not refuse.
+        teacher: The artifact whose students are searched.
+    """
     from rtrain.cluster.connection import session
-    from rtrain.evaluation import gate_table as gate
-    from rtrain.report.live.progress import Line, summary_text, then
-    from rtrain.report.summary import summarise
+    from rtrain.evaluation import gate_table
+    from rtrain.report.live.progress import ProgressLine, format_next_command, format_summary
+    from rtrain.report.summary import summarize
     from tune import search, trainable
     from tune.history import Journal
     from tune.report import table, verdict
 
-    settings, known, headline = config.deploy.tune, Journal(Run(folder).trials), trainable.headline_of(config)
+    settings, journal, headline = config.deploy.tune, Journal(Run(folder).trials), trainable.headline_metric(config)
     with (
-        resumable(folder, *verb),
-        _so_far(folder, headline, settings),
-        Line(context.obj) as line,
-        session(config, folder.parent, line, settings.concurrent or 1),
-        line.following(table.Follower(headline, settings, known.history)),
+        resume_hint_on_interrupt(folder, *command_words),
+        _print_trials_on_interrupt(folder, headline, settings),
+        ProgressLine(context.obj) as line,
+        session(config, folder.parent, line, settings.max_concurrent_trials or 1),
+        line.follow_search(table.SearchFollower(headline, settings, journal.history)),
     ):
-        line(events.doing("reading the rows", "rows"))
-        found = search.run(config, folder, reuse, on_event=line, teacher=teacher)
-    summary, beside = summarise(found.winner), "trial 0" if teacher is None else "the teacher"
-    brief = [] if found.gate is None else gate.brief(found.gate)
+        line(events.make_phase_event("reading the rows", "rows"))
+        search_result = search.run_search(config, folder, reuse, on_event=line, teacher=teacher)
+    summary, baseline_name = summarize(search_result.winner), "trial 0" if teacher is None else "the teacher"
+    gate_lines = [] if search_result.gate_verdict is None else gate_table.format_brief(search_result.gate_verdict)
     text = [
-        f"{(told := verdict.of(found.search))}\n",
+        f"{(verdict_text := verdict.describe_search(search_result.search))}\n",
         *(
-            ["\n".join([f"gate, of these weights beside those of {beside}: {brief[0]}", *brief[1:], ""])]
-            if brief
+            ["\n".join([f"gate, these weights against those of {baseline_name}: {gate_lines[0]}", *gate_lines[1:], ""])]
+            if gate_lines
             else []
         ),
-        table.text(found.history, headline, settings),
-        f"settings of the winner: {found.search.best}; all trials: {found.search.search_page}",
-        summary_text(summary, found.winner),
+        table.format_table(search_result.history, headline, settings),
+        f"settings of the winner: {search_result.search.best_config}; all trials: {search_result.search.search_page}",
+        format_summary(summary, search_result.winner),
     ]
-    document = {**found.to_document(), "winner": summary, "told": told}
-    refused = found.gate is not None and found.gate["verdict"] == "refuse"
-    after = then("inspect", found.winner.artifact) if refused else way_on(found.winner)
-    show(document, as_json, "\n".join(text), context.obj.text(), after)
+    document = {**search_result.to_document(), "winner": summary, "verdict_text": verdict_text}
+    is_refused = search_result.gate_verdict is not None and search_result.gate_verdict["verdict"] == "refuse"
+    next_command = (
+        format_next_command("inspect", search_result.winner.artifact) if is_refused else make_hint(search_result.winner)
+    )
+    print_result(document, as_json, "\n".join(text), context.obj.format_phases(), next_command)
 
 
 @contextmanager
-def _so_far(folder: Path, headline: str, settings: Any) -> Iterator[None]:
-    """Where Ctrl-C ends a search, or a signal that asks it to end, show the trials until then."""
+def _print_trials_on_interrupt(folder: Path, headline: str, settings: Any) -> Iterator[None]:
+    """Print the trials so far when Ctrl-C or a stop request ends a search."""
     try:
         yield
-    except (KeyboardInterrupt, TryAgain):
-        from rtrain.report.live.progress import say
+    except (KeyboardInterrupt, TemporaryFailureError):
+        from rtrain.report.live.progress import print_message
         from tune.history import Journal
         from tune.report import table
 
         if (history := Journal(Run(folder).trials).history).trials:
-            say(table.text(history, headline, settings))
+            print_message(table.format_table(history, headline, settings))
         raise

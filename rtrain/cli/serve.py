@@ -1,4 +1,4 @@
-"""Verbs that answer with an artefact: predict, explain, serve; and the file of those who may ask an endpoint."""
+"""Verbs that answer with an artifact: predict, explain, serve; and the API keys of an endpoint."""
 
 import json
 import sys
@@ -9,28 +9,28 @@ from typing import Annotated, Any, NoReturn
 import typer
 
 from rtrain.cli.options import (
-    Address,
-    Artefact,
-    Artefacts,
-    Insecure,
-    Json,
-    Keys,
-    Set,
-    Ungated,
-    answering,
-    configured,
+    AddressOption,
+    ArtifactArgument,
+    ArtifactsArgument,
+    InsecureOption,
+    JsonOption,
+    KeysOption,
+    SetOption,
+    UngatedOption,
+    build_config,
+    resolve_artifact_argument,
 )
 from rtrain.core.errors import ConfigError, Problem, UserError
 
-Model = Annotated[
-    str | None, typer.Option("--model", help="Which model of several is meant (default: the one, or all of them).")
+ModelNameOption = Annotated[
+    str | None, typer.Option("--model", help="Name of one of several models (default: the only model, or all).")
 ]
 
 
 def predict(
-    artifact: Artefact,
+    artifact: ArtifactArgument,
     texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
-    as_texts: Annotated[bool, typer.Option("--text", help="Texts are texts, even where a file is called so.")] = False,
+    as_texts: Annotated[bool, typer.Option("--text", help="Arguments are texts, never file names.")] = False,
     data: Annotated[
         str | None, typer.Option("--data", help="Rows to answer: file, folder or glob; with --out.")
     ] = None,
@@ -38,90 +38,94 @@ def predict(
         Path | None,
         typer.Option("--out", help="With --data: file of answers (.csv, .jsonl, .parquet)."),
     ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on where a stopped job for --out was.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write --out anew if it exists.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped job for --out.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out if it exists.")] = False,
     top: Annotated[
         int | None,
         typer.Option("--top", help="Labels per text; default: the best, or those past the threshold.", min=1),
     ] = None,
     scores: Annotated[bool, typer.Option("--scores", help="With --data: a column for each label's score.")] = False,
     batch: Annotated[int | None, typer.Option("--batch", help="Most texts of one engine call.", min=1)] = None,
-    assignments: Set = None,
-    address: Address = None,
-    as_json: Json = False,
+    assignments: SetOption = None,
+    address: AddressOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Answer texts with an artefact, one line each; or rows of files, each with its columns and its answer."""
+    """Answer texts with an artifact, one line each; or rows of files, each with its columns and its answer."""
     from rtrain.cli import predict as cli_predict
 
-    folder = answering(artifact)
-    given = cli_predict.Given(folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts, scores)
-    given.check(assignments, address)
+    folder = resolve_artifact_argument(artifact)
+    options = cli_predict.PredictOptions(
+        folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts, scores
+    )
+    options.check(assignments, address)
     if data is None:
-        cli_predict.print_texts(given)
+        cli_predict.print_texts(options)
     else:
-        cli_predict.answer_rows(given, assignments, address)
+        cli_predict.write_answers(options, assignments, address)
 
 
 def explain(
-    artifact: Artefact,
+    artifact: ArtifactArgument,
     text: Annotated[str | None, typer.Argument(help="A text; without it standard input, as a whole.")] = None,
-    pair: Annotated[str | None, typer.Option("--pair", help="The second text, where there are two.")] = None,
+    pair: Annotated[str | None, typer.Option("--pair", help="The second text of a pair.")] = None,
     label: Annotated[str | None, typer.Option("--label", help="Explain this label instead of the answer's.")] = None,
     steps: Annotated[
-        int | None, typer.Option("--steps", help="Of the integral; default: doubled until the error is below 1 %.")
+        int | None,
+        typer.Option("--steps", help="Integration steps; default: doubled until the error is below 1 %."),
     ] = None,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
-    """Say which words, and which sentences, an answer rests on, by integrated gradients."""
+    """Attribute an answer to words and sentences by integrated gradients."""
     from rtrain.inference.explain.explainer import Explainer
     from rtrain.inference.predictor import Predictor
     from rtrain.report import explanation
-    from rtrain.report.live.progress import say, used
+    from rtrain.report.live.progress import next_artifact_command, print_message
 
-    folder = answering(artifact)
+    folder = resolve_artifact_argument(artifact)
     predictor = Predictor.load(folder)
-    first, second = predictor.task.fields
-    read = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if text is None else text
-    [found] = Explainer(predictor)([read if pair is None else {first: read, second: pair}], label, steps)
-    document = found.to_document()
+    first_field, second_field = predictor.task.fields
+    source_text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if text is None else text
+    [attribution] = Explainer(predictor)(
+        [source_text if pair is None else {first_field: source_text, second_field: pair}], label, steps
+    )
+    document = attribution.to_document()
     if as_json:
         print(json.dumps(document, ensure_ascii=False))
     else:
-        explanation.show(document, sys.stdout)
-        say(used(folder, artifact))
+        explanation.print_explanation(document, sys.stdout)
+        print_message(next_artifact_command(folder, artifact))
 
 
 def serve(
-    artifacts: Artefacts = None,
+    artifacts: ArtifactsArgument = None,
     host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
     port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
-    keys: Keys = None,
-    insecure: Insecure = False,
-    ungated: Ungated = False,
+    keys: KeysOption = None,
+    insecure: InsecureOption = False,
+    ungated: UngatedOption = False,
     update: Annotated[
-        bool, typer.Option("--update", help="Have the endpoint on that port answer with this artefact from now on.")
+        bool, typer.Option("--update", help="Switch the endpoint on that port to this artifact.")
     ] = False,
     rollback: Annotated[
-        bool, typer.Option("--rollback", help="Have the endpoint on that port answer with what it served before.")
+        bool, typer.Option("--rollback", help="Switch the endpoint on that port back to its previous artifact.")
     ] = False,
-    model: Model = None,
+    model: ModelNameOption = None,
     shadow: Annotated[
         float | None,
-        typer.Option("--shadow", help="With --update: share of live texts by which it has to prove itself first."),
+        typer.Option("--shadow", help="For --update: share of live inputs for a shadow test before the switch."),
     ] = None,
-    alone: Annotated[
-        bool, typer.Option("--alone", help="Answer by this process itself, without Ray: no replicas, no --update.")
+    is_standalone: Annotated[
+        bool, typer.Option("--standalone", help="Serve in this process, without Ray: no replicas, no --update.")
     ] = False,
     print_config: Annotated[
-        bool, typer.Option("--print-config", help="Print the file for `serve deploy` that serves it so, and end.")
+        bool, typer.Option("--print-config", help="Print the config file for `serve deploy`, and end.")
     ] = False,
-    assignments: Set = None,
-    address: Address = None,
+    assignments: SetOption = None,
+    address: AddressOption = None,
 ) -> None:
-    """Answer HTTP requests with an artefact, or with several, on Ray Serve, until Ctrl-C; or change what an endpoint
-    answers with."""
-    from rtrain.cluster.connection import until_interrupted
-    from rtrain.report.live.progress import say
+    """Serve one or several artifacts over HTTP on Ray Serve, until Ctrl-C; or change the artifact of an endpoint."""
+    from rtrain.cluster.connection import wait_until_interrupted
+    from rtrain.report.live.progress import print_message
     from serve import model_specs, ray_config
     from serve.auth import preflight
     from serve.rollout import admin_socket, canary
@@ -130,142 +134,138 @@ def serve(
         raise UserError("--update and --rollback exclude each other", code="conflicting_settings")
     if rollback or not artifacts:
         if artifacts or not rollback:
-            raise UserError("name an artefact to serve; --rollback alone takes none", code="missing")
-        say(admin_socket.ask(_port(port, assignments), {"rollback": True, "model": model}))
+            raise UserError("name an artifact to serve; only --rollback takes none", code="missing")
+        print_message(admin_socket.send_command(_resolve_port(port, assignments), {"rollback": True, "model": model}))
         return
     if shadow is not None and not update:
-        raise UserError(
-            "--shadow says how a candidate proves itself; write it with --update", code="conflicting_settings"
-        )
+        raise UserError("--shadow needs --update", code="conflicting_settings")
     if update:
         if len(artifacts) > 1:
             raise UserError(
-                "--update takes one artefact; several models are changed one after another", code="conflicting_settings"
+                "--update takes one artifact; change several models one by one", code="conflicting_settings"
             )
-        asked = configured("intent", assignments, port=port, shadow=shadow).deploy.serve
-        trial = [*canary.Aim.of(asked)] if asked.shadow else None
-        question = {"update": str(answering(artifacts[0])), "model": model, "trial": trial}
-        say(admin_socket.ask(asked.port, question))
+        serve_settings = build_config("intent", assignments, port=port, shadow=shadow).deploy.serve
+        canary_policy = [*canary.CanaryPolicy.from_settings(serve_settings)] if serve_settings.shadow_fraction else None
+        command = {"update": str(resolve_artifact_argument(artifacts[0])), "model": model, "policy": canary_policy}
+        print_message(admin_socket.send_command(serve_settings.port, command))
         return
-    if alone and (address or print_config):
-        raise UserError("--alone starts no Ray; leave --address and --print-config out", code="conflicting_settings")
-    if model is not None:
+    if is_standalone and (address or print_config):
         raise UserError(
-            "--model says which model is changed; a name is given to one by NAME=ARTEFACT", code="conflicting_settings"
+            "--standalone starts no Ray; leave --address and --print-config out", code="conflicting_settings"
         )
+    if model is not None:
+        raise UserError("--model selects the model to change; NAME=ARTIFACT names a model", code="conflicting_settings")
 
-    short = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
-    config = configured("intent", assignments, **short, address=address)
-    settings = preflight.absolute(config.deploy.serve)  # the session works in another folder
-    preflight.check(settings, say)
-    folders = model_specs.artifacts(artifacts, answering)
-    model_specs.admit(folders, settings, say)
-    if alone:
-        _alone(folders, settings)
+    option_values = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
+    config = build_config("intent", assignments, **option_values, address=address)
+    settings = preflight.resolve_paths(config.deploy.serve)  # the session changes the folder
+    preflight.check_access(settings, print_message)
+    folders = model_specs.parse_model_specs(artifacts, resolve_artifact_argument)
+    model_specs.check_artifacts(folders, settings, print_message)
+    if is_standalone:
+        _serve_standalone(folders, settings)
     if print_config:
-        print(ray_config.text(folders, settings), end="")
+        print(ray_config.format_ray_config(folders, settings), end="")
         return
     from serve import launcher
 
     with (
-        launcher.endpoint(config, settings, folders, say) as endpoint,
-        admin_socket.listening(endpoint.port, endpoint.change),
+        launcher.launch_endpoint(config, settings, folders, print_message) as endpoint,
+        admin_socket.serve_admin_socket(endpoint.port, endpoint.handle_command),
     ):
-        _told(folders, endpoint.url, settings)
-        until_interrupted()
+        _print_endpoint(folders, endpoint.url, settings)
+        wait_until_interrupted()
 
 
-def _alone(folders: Mapping[str, Path], settings: Any) -> NoReturn:
-    """Answer by this process itself, until a signal ends it."""
+def _serve_standalone(folders: Mapping[str, Path], settings: Any) -> NoReturn:
+    """Serve from this process itself, until a signal ends it."""
     from serve import standalone
 
-    standalone.run(folders, settings, lambda found: _told(folders, found.url, settings))
+    standalone.run_standalone(folders, settings, lambda address: _print_endpoint(folders, address.url, settings))
     raise AssertionError("only a signal ends it")
 
 
-def _told(folders: Mapping[str, Path], url: str, settings: Any) -> None:
-    """Where an endpoint answers, and how it is asked."""
-    from rtrain.core.run_folder import shown
-    from rtrain.report.live.progress import say
+def _print_endpoint(folders: Mapping[str, Path], url: str, settings: Any) -> None:
+    """Print an endpoint's URL and an example request."""
+    from rtrain.core.run_folder import quote_path
+    from rtrain.report.live.progress import print_message
     from serve.auth import preflight
 
-    first = next(iter(folders))
+    first_name = next(iter(folders))
     if len(folders) == 1:
-        say(f"serving {folders[first]} at {url} (Ctrl-C ends it)")
-        say(f"next: {preflight.curl(url, settings)}")
+        print_message(f"serving {folders[first_name]} at {url} (Ctrl-C ends it)")
+        print_message(f"next: {preflight.curl_command(url, settings)}")
         return
     for name, folder in folders.items():
-        say(f"serving {shown(folder)} at {url}/models/{name} (Ctrl-C ends it)")
-    say(f"next: {preflight.curl(f'{url}/models/{first}', settings)}")
+        print_message(f"serving {quote_path(folder)} at {url}/models/{name} (Ctrl-C ends it)")
+    print_message(f"next: {preflight.curl_command(f'{url}/models/{first_name}', settings)}")
 
 
 def status(
     port: Annotated[int | None, typer.Option("--port", help="Port of the endpoint (default 8000).")] = None,
-    model: Model = None,
-    as_json: Json = False,
+    model: ModelNameOption = None,
+    as_json: JsonOption = False,
 ) -> None:
-    """Tell what the endpoint of this user's on a port does: versions, trial, replicas, queue, drift."""
+    """Print the status of this user's endpoint on a port: versions, rollout, replicas, queue, drift."""
     from serve.rollout import admin_socket
 
-    document = json.loads(admin_socket.ask(_port(port, None), {"status": True, "model": model}))
+    document = json.loads(admin_socket.send_command(_resolve_port(port, None), {"status": True, "model": model}))
     print(json.dumps(document, ensure_ascii=False) if as_json else admin_socket.format_status(document))
 
 
-def _port(port: int | None, assignments: list[str] | None) -> int:
-    """The port that the settings name, as `rtrain serve` would read them."""
-    found: int = configured("intent", assignments, port=port).deploy.serve.port
-    return found
+def _resolve_port(port: int | None, assignments: list[str] | None) -> int:
+    """Return the port of `rtrain serve` with these settings."""
+    resolved_port: int = build_config("intent", assignments, port=port).deploy.serve.port
+    return resolved_port
 
 
-KeyFile = Annotated[Path, typer.Argument(help="File of keys, as `rtrain serve ARTIFACT --keys` takes it.")]
-KeyName = Annotated[str, typer.Argument(help="Name of the key: whose it is.")]
+KeyFile = Annotated[Path, typer.Argument(help="File of keys, for `rtrain serve ARTIFACT --keys`.")]
+KeyName = Annotated[str, typer.Argument(help="Name of the key, of its owner.")]
 
 
 def add_key(
     file: KeyFile,
     name: KeyName,
     scope: Annotated[
-        list[str] | None, typer.Option("--scope", help="What it opens: predict (default) or metrics. Repeatable.")
+        list[str] | None, typer.Option("--scope", help="Scope: predict (default) or metrics. Repeatable.")
     ] = None,
-    model: Annotated[
-        list[str] | None, typer.Option("--model", help="Model that it may ask; default: all. Repeatable.")
-    ] = None,
+    model: Annotated[list[str] | None, typer.Option("--model", help="Allowed model; default: all. Repeatable.")] = None,
     rate: Annotated[
         str | None, typer.Option("--rate", help="Most requests, e.g. 100/minute; default: no limit.")
     ] = None,
 ) -> None:
-    """Make a key and print it, this once; the file has only its hash."""
-    from rtrain.report.live.progress import say
+    """Make a key and print it once; the file stores only its hash."""
+    from rtrain.report.live.progress import print_message
     from serve.auth import api_keys
 
     scopes = scope or ["predict"]
-    for one in scopes:
-        if one not in api_keys.SCOPES:
+    for scope_name in scopes:
+        if scope_name not in api_keys.SCOPES:
             problem = Problem(
                 "--scope",
-                one,
-                "there is no such scope",
+                scope_name,
+                "unknown scope",
                 f"write {' or '.join(api_keys.SCOPES)}",
                 code="unknown_name",
             )
             raise ConfigError([problem])
-    plain = api_keys.add(file, name, [known for known in api_keys.SCOPES if known in scopes], rate, model)
-    print(plain)
-    say(f"{name} may ask by the header Authorization: Bearer KEY; the key is shown this once")
+    key = api_keys.add_key(file, name, [name for name in api_keys.SCOPES if name in scopes], rate, model)
+    print(key)
+    print_message(f"requests of {name} need the header Authorization: Bearer KEY; the key is shown only once")
 
 
-def list_keys(file: KeyFile, as_json: Json = False) -> None:
-    """List the keys by name, with what each opens and how often."""
+def list_keys(file: KeyFile, as_json: JsonOption = False) -> None:
+    """List the keys by name, with scopes, models and rates."""
     from serve.auth import api_keys
 
-    found = api_keys.read(file)
+    stored_keys = api_keys.read_keys(file)
     if as_json:
-        print(json.dumps([key.model_dump(exclude={"sha256"}) for key in found]))
+        print(json.dumps([key.model_dump(exclude={"sha256"}) for key in stored_keys]))
         return
     rows = [("name", "id", "scopes", "models", "rate", "created")]
     rows += [
         (key.name, key.id, ",".join(key.scopes), ",".join(key.models or ["all"]), key.rate or "-", key.created)
-        for key in found
+        for key in stored_keys
     ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
@@ -273,9 +273,9 @@ def list_keys(file: KeyFile, as_json: Json = False) -> None:
 
 
 def revoke_key(file: KeyFile, name: KeyName) -> None:
-    """Take a key out of the file; a running endpoint refuses it within a second."""
-    from rtrain.report.live.progress import say
+    """Remove a key from the file; a running endpoint refuses it within a second."""
+    from rtrain.report.live.progress import print_message
     from serve.auth import api_keys
 
-    api_keys.revoke(file, name)
-    say(f"{name} is revoked; an endpoint that runs refuses it within {api_keys.LOOK_S:.0f} s")
+    api_keys.revoke_key(file, name)
+    print_message(f"{name} is revoked; an endpoint that runs refuses it within {api_keys.RELOAD_INTERVAL_S:.0f} s")

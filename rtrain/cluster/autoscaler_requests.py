@@ -1,14 +1,14 @@
-"""What a run asks an autoscaler for: places for all workers that it may have, and for its data tasks.
+"""Resource requests of a run to the autoscaler: bundles for all workers that it may have, and for its data tasks.
 
-An autoscaler starts nodes for what is asked for and has no place. Workers of a fixed number ask by themselves, where
-Ray Train places them. A run that waits for its least number, or goes on with fewer than it may have, asks here.
+An autoscaler starts nodes for requested resources that do not fit. Runs of a fixed number of workers request them
+through Ray Train's placement group. Elastic runs, and runs that wait for `min_workers`, request them here.
 
-What is asked for is a size of the whole cluster, and requests of several names add up: beside Ray Train's own, for the
-workers that run, this one would start a node for each of them twice. So Ray Train does not ask (`group.Layout.asked`),
-and one request of one size stands from the start of a run to its end. Were it smaller for a moment, a node that is up
-and waits for the run to grow onto it would be ended as idle, and started again. (A placement group would ask for
-exactly what is lacking, and take the CPUs of the data tasks while it waits; `ray.autoscaler.sdk.request_resources` is
-overwritten by Ray Data within 20 s.)
+A request is a size of the whole cluster, and requests of several names add up: with Ray Train's own request for the
+running workers, this one would start a node for each worker twice. So Ray Train's request is disabled
+(`worker_group.WorkerGroupSpec.requests_own_nodes`), and one request of constant size lasts from the start of a run to
+its end. If it shrank for a moment, a live node that waits for the run to grow would be terminated as idle, and started
+again. (A placement group would request only the missing resources, and take the CPUs of the data tasks while it waits;
+Ray Data overwrites `ray.autoscaler.sdk.request_resources` within 20 s.)
 """
 
 import time
@@ -16,92 +16,108 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from rtrain.cluster import capacity, placement
-from rtrain.cluster.capacity import NEEDS, Host, Labels, Needs, Startable
+from rtrain.cluster.capacity import WORKER_RESOURCE, AutoscalerLimits, Labels, NodeSpec, ResourceRequest
 
-REPEAT_S, EXPIRE_S = 15.0, 45.0
-"""Seconds after which a request is given again, and after which one that is not ends by itself."""
+RENEW_INTERVAL_S, REQUEST_TTL_S = 15.0, 45.0
+"""Seconds between renewals of a request, and until a request expires."""
 
 
 # ---------------------------------------------------------------------------------------------------------- decisions
 
 
-class Place(NamedTuple):
-    """A CPU or GPU that is asked for; or several, or a part of one, on one node."""
+class ResourceBundle(NamedTuple):
+    """Requested CPUs or GPUs, or a fraction of one, on one node."""
 
     resource: str
-    labels: Labels = capacity.ANY
-    """Those that its node must have."""
+    labels: Labels = capacity.ANY_LABELS
+    """Labels that the node must have."""
     amount: float = 1.0
 
-    def fits(self, host: Host) -> bool:
-        return host.has.get(self.resource, 0.0) >= self.amount and capacity.has(host.labels, self.labels)
+    def fits_on(self, node: NodeSpec) -> bool:
+        return node.resources.get(self.resource, 0.0) >= self.amount and capacity.matches_labels(
+            node.labels, self.labels
+        )
 
 
-def of_worker(needs: Needs) -> Place:
-    return Place(NEEDS[needs.device], needs.labels, needs.share)
+def worker_bundle(request: ResourceRequest) -> ResourceBundle:
+    return ResourceBundle(WORKER_RESOURCE[request.device], request.labels, request.gpu_share)
 
 
-def places(most: int, needs: Needs, hosts: Sequence[Host], may: Startable) -> list[Place]:
-    """The places of a run's workers and data tasks, each of one CPU or GPU; none where no worker will ever have one.
+def run_bundles(
+    max_workers: int, request: ResourceRequest, nodes: Sequence[NodeSpec], limits: AutoscalerLimits
+) -> list[ResourceBundle]:
+    """Build the bundles of a run's workers and data tasks, each of one CPU or GPU; empty if no worker can ever be
+    placed.
 
-    `most`: workers that the run may have. `hosts`: the nodes that are up. `may`: what may be started; an autoscaler
-    that is asked for more than it may start at a time starts none of it.
+    Args:
+        max_workers: Maximum number of workers of the run.
+        nodes: Live nodes.
+        limits: Limits of the autoscaler; it rejects a request above its concurrent maximum as a whole.
     """
-    workers = placement.workers(hosts, may, needs, most)
+    workers = placement.max_workers(nodes, limits, request, max_workers)
     if not workers:
         return []
-    spare = needs.of(workers).data
-    return [of_worker(needs)] * workers + [Place(NEEDS["cpu"], needs.data_labels)] * spare
+    data_cpus = request.capacity_for(workers).data_cpus
+    return [worker_bundle(request)] * workers + [
+        ResourceBundle(WORKER_RESOURCE["cpu"], request.data_labels)
+    ] * data_cpus
 
 
-def told(asked: Sequence[Place], may: Startable, seconds: float) -> str:
-    """What is waited for, with which types of node, and for how long: `seconds` since the waiting began."""
-    counts: dict[str, float] = {}
-    for place in asked:
-        counts[place.resource] = counts.get(place.resource, 0.0) + place.amount
-    listed = " and ".join(f"{count:g} {name}{'' if count <= 1 else 's'}" for name, count in sorted(counts.items()))
-    named = sorted(name for name, (host, _) in may.kinds.items() if any(place.fits(host) for place in asked))
-    return f"the autoscaler is asked for {listed} on {' or '.join(named) or 'no'} nodes, for {seconds:.0f} s now"
+def describe_request(bundles: Sequence[ResourceBundle], limits: AutoscalerLimits, waited_s: float) -> str:
+    """Describe the pending request, the node types that satisfy it, and the time waited (`waited_s`)."""
+    amounts: dict[str, float] = {}
+    for bundle in bundles:
+        amounts[bundle.resource] = amounts.get(bundle.resource, 0.0) + bundle.amount
+    resource_list = " and ".join(
+        f"{count:g} {name}{'' if count <= 1 else 's'}" for name, count in sorted(amounts.items())
+    )
+    node_types = sorted(
+        name for name, (node, _) in limits.node_types.items() if any(bundle.fits_on(node) for bundle in bundles)
+    )
+    return (
+        f"waiting for the autoscaler: {resource_list} on {' or '.join(node_types) or 'no'} nodes, for "
+        f"{waited_s:.0f} s now"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------- asking
 
 
-class Asked(Protocol):
-    """Who takes requests: `ray_internals.Requests`, or a test."""
+class ResourceRequestClient(Protocol):
+    """Client of the autoscaler: `ray_internals.AutoscalingClient`, or a test double."""
 
-    def ask(self, bundles: Sequence[dict[str, float]], labels: Sequence[dict[str, str]], expire_s: float) -> None: ...
+    def request_resources(
+        self, bundles: Sequence[dict[str, float]], labels: Sequence[dict[str, str]], expire_s: float
+    ) -> None: ...
 
-    def take_back(self) -> None: ...
+    def cancel_request(self) -> None: ...
 
 
-class Demand:
-    """The request of one run: given when it is new or changes, repeated before it expires, taken back at the end.
+class ResourceDemand:
+    """The resource request of one run: sent when it is new or changes, renewed before it expires, cancelled at the end.
+    Not thread-safe."""
 
-    Not for several threads.
-    """
-
-    def __init__(self, requests: Asked, clock: Callable[[], float] = time.monotonic):
-        self._requests, self._clock = requests, clock
-        self._places: list[Place] = []
-        self._last = 0.0
+    def __init__(self, client: ResourceRequestClient, clock: Callable[[], float] = time.monotonic):
+        self._client, self._clock = client, clock
+        self._bundles: list[ResourceBundle] = []
+        self._requested_at = 0.0
 
     @property
-    def places(self) -> list[Place]:
-        return list(self._places)
+    def bundles(self) -> list[ResourceBundle]:
+        return list(self._bundles)
 
-    def want(self, places: Sequence[Place]) -> None:
-        """Ask for these, and for nothing else."""
+    def request(self, bundles: Sequence[ResourceBundle]) -> None:
+        """Request these bundles, and nothing else."""
         now = self._clock()
-        if not places:
-            self.end()
+        if not bundles:
+            self.release()
             return
-        if list(places) != self._places or now - self._last >= REPEAT_S:
-            self._places, self._last = list(places), now
-            bundles = [{place.resource: place.amount} for place in places]
-            self._requests.ask(bundles, [dict(place.labels) for place in places], EXPIRE_S)
+        if list(bundles) != self._bundles or now - self._requested_at >= RENEW_INTERVAL_S:
+            self._bundles, self._requested_at = list(bundles), now
+            resources = [{bundle.resource: bundle.amount} for bundle in bundles]
+            self._client.request_resources(resources, [dict(bundle.labels) for bundle in bundles], REQUEST_TTL_S)
 
-    def end(self) -> None:
-        if self._places:
-            self._places = []
-            self._requests.take_back()
+    def release(self) -> None:
+        if self._bundles:
+            self._bundles = []
+            self._client.cancel_request()

@@ -1,8 +1,9 @@
-"""Room for a run's workers on a Ray cluster: what its nodes have, what is free, and what its autoscaler may add.
+"""Capacity of a Ray cluster for a run's workers: the nodes' resources, the free resources, and the nodes that its
+autoscaler may add.
 
-A node is a map from the name of a resource (`CPU`, `GPU`) to how much of it the node has. The functions that count are
-pure. `up`, `here`, `free`, `most` and `leaving` ask the Ray that this process is connected to. How many nodes of which
-types there may be at a time is for `cluster.feasible`.
+A node is a map from resource name (`CPU`, `GPU`) to amount. Counting functions are pure. `live_nodes`,
+`nodes_with_labels`, `available_nodes`, `max_accelerators` and `draining_node_ids` query the connected Ray cluster.
+`cluster.placement` decides how many nodes of each type may be up together.
 """
 
 import bisect
@@ -25,349 +26,385 @@ from rtrain.core.errors import Problem, UserError
 if TYPE_CHECKING:
     from rtrain.config import Config
 
-Node = Mapping[str, float]
+NodeResources = Mapping[str, float]
 Labels = Mapping[str, str]
-ANY: Labels = MappingProxyType({})
-"""The labels that every node has."""
-NEEDS = {"cpu": "CPU", "gpu": "GPU"}
-"""The resource of which a worker takes one, by its device. A worker with a GPU, or with a part of one, takes no CPU."""
-ROUNDING = 1e-6
-"""Ray counts resources in ten thousandths: three thirds of a GPU are one."""
-AUTOSCALER_FILE = "RTRAIN_AUTOSCALER_FILE"
-"""Environment variable with the path of the autoscaler's file, which `session.on_node_start` sets on the head, or with
-the file's node types themselves, as JSON: manifests for Kubernetes set it so. Ray itself (2.60) keeps what may be
-started where its manager says so, which neither its launcher nor KubeRay does."""
-MAX_WORKERS: Final = 2
-"""Nodes beside the head that Ray's launcher starts at most where its file names no `max_workers`."""
-ANY_NUMBER = 1000
-"""Nodes of a type without a limit."""
-DATA_CPUS = 2
-"""Fewest logical CPUs that Ray Data gets beside the workers' CPUs: for a task that reads, and one that may wait for it.
-Without them a data stream waits for ever, and nothing says so."""
+ANY_LABELS: Labels = MappingProxyType({})
+"""No required labels: every node matches."""
+WORKER_RESOURCE = {"cpu": "CPU", "gpu": "GPU"}
+"""Resource that a worker takes, by its device. A worker with a GPU, or a fraction of one, takes no CPU."""
+RESOURCE_TOLERANCE = 1e-6
+"""Ray counts resources in ten-thousandths: three thirds of a GPU are one GPU."""
+AUTOSCALER_FILE_VARIABLE = "RTRAIN_AUTOSCALER_FILE"
+"""Environment variable with the path of the autoscaler's file, which `connection.on_node_start` sets on the head, or
+with the file's node types as JSON, as Kubernetes manifests set it. Ray itself (2.60) knows the limits only if its
+manager reports them; neither its launcher nor KubeRay does."""
+DEFAULT_MAX_WORKERS: Final = 2
+"""Worker nodes that Ray's launcher allows if its file has no `max_workers`."""
+UNLIMITED_NODES = 1000
+"""Maximum number of nodes of a type without a limit."""
+MIN_DATA_CPUS = 2
+"""Minimum logical CPUs of Ray Data beside the workers' CPUs: one for a reading task, and one for a task that may wait
+for it. Without them a data stream hangs silently."""
 WORKERS_PER_DATA_CPU = 8
-"""Workers for which Ray Data gets one more CPU."""
-SPOT: Labels = MappingProxyType({"ray.io/market-type": "spot"})
-"""The label of nodes that a cloud may take away, as Ray names it."""
-LOST_LOOK_S, CONNECT_S = 1.0, 1.5
-"""Seconds from one look for lost nodes to the next, and in which a node takes a connection."""
+"""Number of workers per additional CPU of Ray Data."""
+SPOT_LABELS: Labels = MappingProxyType({"ray.io/market-type": "spot"})
+"""Ray's label of spot nodes."""
+LOST_NODE_POLL_S, CONNECT_TIMEOUT_S = 1.0, 1.5
+"""Seconds between two checks for lost nodes, and timeout of a connection to a node."""
 
 
 # ------------------------------------------------------------------------------------------------------------- counting
 
 
-def count(nodes: Iterable[Node], device: str) -> int:
-    """How many workers the nodes have room for, without data tasks. A worker needs a whole CPU or GPU of one node."""
-    return sum(int(node.get(NEEDS[device], 0.0)) for node in nodes)
+def count_worker_slots(nodes: Iterable[NodeResources], device: str) -> int:
+    """Count the workers that fit on the nodes, without data tasks. A worker needs a whole CPU or GPU of one node."""
+    return sum(int(node.get(WORKER_RESOURCE[device], 0.0)) for node in nodes)
 
 
-ACCELERATOR: Final = "accelerator_type:"
-"""With the kind of a node's GPUs behind it, the name of a resource that Ray gives the node."""
+ACCELERATOR_PREFIX: Final = "accelerator_type:"
+"""Prefix of Ray's resource name for a GPU model."""
 
 
-def accelerators(node: Node) -> list[str]:
-    """The kinds of GPU that a node has, as Ray calls them: `A100`, and `A100-80G` beside it where somebody says so."""
-    return [name.removeprefix(ACCELERATOR) for name in node if name.startswith(ACCELERATOR)]
+def list_gpu_types(node: NodeResources) -> list[str]:
+    """The GPU models of a node, as Ray names them: `A100`, and also `A100-80G` if it is declared."""
+    return [name.removeprefix(ACCELERATOR_PREFIX) for name in node if name.startswith(ACCELERATOR_PREFIX)]
 
 
-class Host(NamedTuple):
-    """A node that is up, or one of a type that may be."""
+class NodeSpec(NamedTuple):
+    """A live node, or a node of a type that may be started."""
 
-    has: Node
-    labels: Labels = ANY
-
-
-class Room(NamedTuple):
-    """What nodes have for runs, or what runs need of them."""
-
-    places: int
-    """Workers, on nodes with the labels for them."""
-    data: int
-    """CPUs of nodes that data tasks may run on."""
-    cpus: int
-    """CPUs of nodes that either may run on; 0 where workers take GPUs."""
-
-    def holds(self, need: "Room") -> bool:
-        return all(has >= needs for has, needs in zip(self, need, strict=True))
-
-    def beyond(self, room: "Room") -> "Room":
-        """What this is more than the other; negative where it is less."""
-        return Room(*(one - other for one, other in zip(self, room, strict=True)))
+    resources: NodeResources
+    labels: Labels = ANY_LABELS
 
 
-class Needs(NamedTuple):
-    """What the workers and data tasks of a run need of their nodes."""
+class Capacity(NamedTuple):
+    """Capacity that nodes offer, or that runs require."""
+
+    worker_slots: int
+    """Worker slots, on nodes with the workers' labels."""
+    data_cpus: int
+    """CPUs of nodes that data tasks may use."""
+    shared_cpus: int
+    """CPUs of nodes that both may use; 0 if workers take GPUs."""
+
+    def covers(self, required: "Capacity") -> bool:
+        return all(has >= required_amount for has, required_amount in zip(self, required, strict=True))
+
+    def minus(self, subtracted: "Capacity") -> "Capacity":
+        """Subtract another capacity; results may be negative."""
+        return Capacity(*(amount - less for amount, less in zip(self, subtracted, strict=True)))
+
+
+class ResourceRequest(NamedTuple):
+    """Resources that the workers and data tasks of a run need."""
 
     device: str = "cpu"
     data_cpus: int | None = None
     """The setting `cluster.data_cpus`."""
-    labels: Labels = ANY
-    data_labels: Labels = ANY
-    """Those that a node must have for workers, and for data tasks."""
-    share: float = 1.0
-    """The part of a GPU that a worker takes; a worker without a GPU takes a CPU."""
+    labels: Labels = ANY_LABELS
+    data_labels: Labels = ANY_LABELS
+    """Labels that nodes must have for workers, and for data tasks."""
+    gpu_share: float = 1.0
+    """Fraction of a GPU per worker; a worker without a GPU takes a CPU."""
 
-    def places(self, node: Node) -> int:
-        """Workers that the node has room for. None takes parts of two GPUs."""
-        amount = node.get(NEEDS[self.device], 0.0)
-        if self.share == 1:
+    def worker_slots(self, node: NodeResources) -> int:
+        """Number of workers that fit on the node. A worker never spans two GPUs."""
+        amount = node.get(WORKER_RESOURCE[self.device], 0.0)
+        if self.gpu_share == 1:
             return int(amount)
-        whole = int(amount)  # what is left of another one is free, where others hold parts of it
-        return whole * int(1 / self.share + ROUNDING) + int((amount - whole) / self.share + ROUNDING)
+        whole_gpus = int(amount)  # a fraction remains of a GPU that others share
+        return whole_gpus * int(1 / self.gpu_share + RESOURCE_TOLERANCE) + int(
+            (amount - whole_gpus) / self.gpu_share + RESOURCE_TOLERANCE
+        )
 
-    def of(self, workers: int, runs: int = 1) -> Room:
-        """The need of so many runs, each of so many workers."""
-        spare = data_cpus(self.data_cpus, workers)
-        return Room(runs * workers, runs * spare, runs * (workers + spare) if self.device == "cpu" else 0)
+    def capacity_for(self, workers: int, runs: int = 1) -> Capacity:
+        """Capacity that `runs` runs of `workers` workers need."""
+        data_cpus = resolve_data_cpus(self.data_cpus, workers)
+        return Capacity(runs * workers, runs * data_cpus, runs * (workers + data_cpus) if self.device == "cpu" else 0)
 
-    def offered(self, hosts: Iterable[Host]) -> Room:
-        """The room of the nodes. Workers and data tasks of one run fit where all three numbers are large enough: either
-        may run wherever it may, and only CPUs serve both."""
-        places = data = cpus = 0
-        for host in hosts:
-            own = self.places(host.has) if has(host.labels, self.labels) else 0
-            of_data = count([host.has], "cpu") if has(host.labels, self.data_labels) else 0
-            places, data, cpus = places + own, data + of_data, cpus + max(own, of_data)
-        return Room(places, data, cpus if self.device == "cpu" else 0)
+    def capacity_of(self, nodes: Iterable[NodeSpec]) -> Capacity:
+        """Capacity of the nodes. Workers and data tasks fit if all three numbers suffice: only CPUs serve both."""
+        worker_slots = data_cpus = shared_cpus = 0
+        for node in nodes:
+            node_slots = self.worker_slots(node.resources) if matches_labels(node.labels, self.labels) else 0
+            node_data_cpus = (
+                count_worker_slots([node.resources], "cpu") if matches_labels(node.labels, self.data_labels) else 0
+            )
+            worker_slots, data_cpus, shared_cpus = (
+                worker_slots + node_slots,
+                data_cpus + node_data_cpus,
+                shared_cpus + max(node_slots, node_data_cpus),
+            )
+        return Capacity(worker_slots, data_cpus, shared_cpus if self.device == "cpu" else 0)
 
-    def most(self, hosts: Sequence[Host], at_most: int | None = None) -> int:
-        """How many workers the nodes have room for, beside their data tasks."""
-        room = self.offered(hosts)
-        return largest(room.places if at_most is None else at_most, lambda number: room.holds(self.of(number)))
-
-
-def largest(at_most: int, fits: Callable[[int], bool]) -> int:
-    """The largest number up to `at_most` that fits, where each smaller one fits too; 0 where none does."""
-    return bisect.bisect(range(1, at_most + 1), False, key=lambda number: not fits(number))
-
-
-def fits(nodes: Sequence[Node], device: str, asked: int | None) -> int:
-    """How many workers the nodes have room for, whatever their labels; `asked` as in `data_cpus`."""
-    return Needs(device, asked).most([Host(node) for node in nodes])
-
-
-class Startable(NamedTuple):
-    """What an autoscaler may start."""
-
-    heads: list[Host]
-    """Those that are up at all times."""
-    kinds: dict[str, tuple[Host, int]]
-    """By type a node, and how many of them there may be."""
-    limit: int
-    """How many nodes of all types there may be."""
+    def max_workers(self, nodes: Sequence[NodeSpec], upper_bound: int | None = None) -> int:
+        """Count the workers that fit on the nodes beside their data tasks."""
+        available = self.capacity_of(nodes)
+        return largest_feasible(
+            available.worker_slots if upper_bound is None else upper_bound,
+            lambda number: available.covers(self.capacity_for(number)),
+        )
 
 
-def startable(document: Mapping[str, Any]) -> Startable:
-    """What an autoscaler's file lets it start."""
-    limit, head = int(document.get("max_workers", MAX_WORKERS)), document.get("head_node_type")
-    found = Startable([], {}, limit)
-    for name, kind in document.get("available_node_types", {}).items():
-        node = {resource: float(amount) for resource, amount in (kind.get("resources") or {}).items()}
-        host = Host(node, kind.get("labels") or ANY)
-        if name == head:
-            found.heads.append(host)
+def largest_feasible(upper_bound: int, is_feasible: Callable[[int], bool]) -> int:
+    """Binary search for the largest feasible number up to `upper_bound`, if each smaller number is feasible too; 0 if
+    none is."""
+    return bisect.bisect(range(1, upper_bound + 1), False, key=lambda number: not is_feasible(number))
+
+
+def max_workers_on(nodes: Sequence[NodeResources], device: str, data_cpus: int | None) -> int:
+    """Count the workers that fit on the nodes, regardless of labels; `data_cpus` as in `resolve_data_cpus`."""
+    return ResourceRequest(device, data_cpus).max_workers([NodeSpec(node) for node in nodes])
+
+
+class AutoscalerLimits(NamedTuple):
+    """Nodes that an autoscaler may start."""
+
+    head_nodes: list[NodeSpec]
+    """Head nodes, which are always up."""
+    node_types: dict[str, tuple[NodeSpec, int]]
+    """A node and its maximum count, by type."""
+    max_nodes: int
+    """Maximum number of nodes of all types."""
+
+
+def parse_autoscaler_limits(document: Mapping[str, Any]) -> AutoscalerLimits:
+    """Parse the limits in an autoscaler's file."""
+    max_nodes, head_type = int(document.get("max_workers", DEFAULT_MAX_WORKERS)), document.get("head_node_type")
+    limits = AutoscalerLimits([], {}, max_nodes)
+    for name, spec in document.get("available_node_types", {}).items():
+        resources = {resource: float(amount) for resource, amount in (spec.get("resources") or {}).items()}
+        node = NodeSpec(resources, spec.get("labels") or ANY_LABELS)
+        if name == head_type:
+            limits.head_nodes.append(node)
         else:
-            found.kinds[name] = host, int(kind.get("max_workers", max(limit, ANY_NUMBER)))
-    return found
+            limits.node_types[name] = node, int(spec.get("max_workers", max(max_nodes, UNLIMITED_NODES)))
+    return limits
 
 
-def has(labels: Mapping[str, str] | None, wanted: Labels) -> bool:
-    return wanted.items() <= {name: str(value) for name, value in (labels or {}).items()}.items()
+def matches_labels(labels: Mapping[str, str] | None, required: Labels) -> bool:
+    return required.items() <= {name: str(value) for name, value in (labels or {}).items()}.items()
 
 
-def reachable(may: Startable, device: str, labels: Labels = ANY) -> list[Node]:
-    """The nodes with the labels that there can be: the head, and as many others as an autoscaler may start at a time,
-    those with most CPUs or GPUs first."""
-    kinds = [(host.has, min(may.limit, number)) for host, number in may.kinds.values() if has(host.labels, labels)]
-    started = sorted((node for node, number in kinds for _ in range(number)), key=lambda node: -count([node], device))
-    return [*(host.has for host in may.heads if has(host.labels, labels)), *started[: may.limit]]
+def reachable_nodes(limits: AutoscalerLimits, device: str, labels: Labels = ANY_LABELS) -> list[NodeResources]:
+    """The nodes with the labels that can exist at a time: the head, and as many others as an autoscaler may start,
+    largest first."""
+    node_counts = [
+        (node.resources, min(limits.max_nodes, number))
+        for node, number in limits.node_types.values()
+        if matches_labels(node.labels, labels)
+    ]
+    worker_nodes = sorted(
+        (node for node, number in node_counts for _ in range(number)),
+        key=lambda node: -count_worker_slots([node], device),
+    )
+    return [
+        *(node.resources for node in limits.head_nodes if matches_labels(node.labels, labels)),
+        *worker_nodes[: limits.max_nodes],
+    ]
 
 
-def data_cpus(asked: int | None, workers: int) -> int:
-    """Logical CPUs for the data tasks of so many workers; `asked` is the setting `cluster.data_cpus`, None to
-    choose."""
-    return DATA_CPUS + workers // WORKERS_PER_DATA_CPU if asked is None else asked
+def resolve_data_cpus(data_cpus: int | None, workers: int) -> int:
+    """Logical CPUs for the data tasks of `workers` workers; `data_cpus` is the setting `cluster.data_cpus`, None for
+    the default."""
+    return MIN_DATA_CPUS + workers // WORKERS_PER_DATA_CPU if data_cpus is None else data_cpus
 
 
-def task_cpus(asked: int | None, workers: int) -> float:
-    """Logical CPUs of a data task: one, or less where each worker's stream has to have a task within the data tasks'
-    CPUs. One that had no room would have an autoscaler start a node for it."""
-    return min(1.0, math.floor(100 * data_cpus(asked, workers) / workers) / 100)
+def cpus_per_data_task(data_cpus: int | None, workers: int) -> float:
+    """Logical CPUs of a data task: one, or a fraction if each worker's stream needs a task within the data CPUs. A task
+    without capacity would make the autoscaler start a node."""
+    return min(1.0, math.floor(100 * resolve_data_cpus(data_cpus, workers) / workers) / 100)
 
 
-def needs(config: "Config", device: str) -> Needs:
-    """Those of a run by its settings."""
-    settings, share = config.deploy.cluster, config.recipe.train.gpus_per_worker if device == "gpu" else 1.0
-    return Needs(device, settings.data_cpus, settings.labels, settings.data_labels, share)
+def resource_request_from_config(config: "Config", device: str) -> ResourceRequest:
+    """The resource request of a run, from its settings."""
+    settings, gpu_share = config.deploy.cluster, config.recipe.train.gpus_per_worker if device == "gpu" else 1.0
+    return ResourceRequest(device, settings.data_cpus, settings.labels, settings.data_labels, gpu_share)
 
 
-# ------------------------------------------------------------------------------------------------------ asking the Ray
+# ------------------------------------------------------------------------------------------- queries of the cluster
 
 
-def up() -> list[Host]:
-    """The nodes that are up and will stay, with all their resources."""
-    return list(up_by_id().values())
+def live_nodes() -> list[NodeSpec]:
+    """The live nodes that are not draining, with all their resources."""
+    return list(live_nodes_by_id().values())
 
 
-def here(labels: Labels = ANY) -> list[Node]:
-    """The nodes with the labels that are up and will stay, with all their resources."""
-    return [host.has for host in up() if has(host.labels, labels)]
+def nodes_with_labels(labels: Labels = ANY_LABELS) -> list[NodeResources]:
+    """The live nodes with the labels that are not draining, with all their resources."""
+    return [node.resources for node in live_nodes() if matches_labels(node.labels, labels)]
 
 
-def free(own: Mapping[str, int] | None = None, needs: Needs | None = None) -> list[Host]:
-    """The nodes of `up` with their free resources. `own`: the run's own workers by node, of such needs; their places
-    count as free."""
-    kind, share = (NEEDS[needs.device], needs.share) if needs else ("CPU", 1.0)
-    available = ray_internals.available_by_node()
-    found: list[Host] = []
-    for name, host in up_by_id().items():
-        node = dict(available.get(name, {}))
-        node[kind] = node.get(kind, 0.0) + share * (own or {}).get(name, 0)
-        found.append(Host(node, host.labels))
-    return found
+def available_nodes(
+    own_workers: Mapping[str, int] | None = None, request: ResourceRequest | None = None
+) -> list[NodeSpec]:
+    """The live nodes with their free resources. `own_workers`: the run's own workers by node; their slots count as
+    free."""
+    resource, gpu_share = (WORKER_RESOURCE[request.device], request.gpu_share) if request else ("CPU", 1.0)
+    available_by_node = ray_internals.available_resources_by_node()
+    nodes: list[NodeSpec] = []
+    for node_id, node in live_nodes_by_id().items():
+        resources = dict(available_by_node.get(node_id, {}))
+        resources[resource] = resources.get(resource, 0.0) + gpu_share * (own_workers or {}).get(node_id, 0)
+        nodes.append(NodeSpec(resources, node.labels))
+    return nodes
 
 
-def most(device: str, labels: Labels = ANY) -> int:
-    """How many CPUs or GPUs for workers the nodes that are up have, or the nodes that the autoscaler may start, if that
-    is more."""
-    return max(count(here(labels), device), count(may(device, labels), device))
+def max_accelerators(device: str, labels: Labels = ANY_LABELS) -> int:
+    """Maximum CPUs or GPUs for workers: of the live nodes, or of the nodes that the autoscaler may start, if that is
+    more."""
+    return max(
+        count_worker_slots(nodes_with_labels(labels), device),
+        count_worker_slots(potential_nodes(device, labels), device),
+    )
 
 
-def may(device: str, labels: Labels = ANY) -> list[Node]:
-    """The nodes with the labels that there can be: those that are up, or, if that is more, those that the autoscaler
-    would have, the ones with most CPUs or GPUs first."""
-    up, document = here(labels), autoscaler()
+def potential_nodes(device: str, labels: Labels = ANY_LABELS) -> list[NodeResources]:
+    """The nodes with the labels that can exist: the live nodes, or, if that is more, the nodes of the autoscaler,
+    largest first."""
+    live, document = nodes_with_labels(labels), load_autoscaler_config()
     if document is None:
-        return up
-    all_of_them = reachable(startable(document), device, labels)
-    return max(up, all_of_them, key=lambda nodes: count(nodes, device))
+        return live
+    reachable = reachable_nodes(parse_autoscaler_limits(document), device, labels)
+    return max(live, reachable, key=lambda nodes: count_worker_slots(nodes, device))
 
 
-def absent(setting: str, labels: Labels) -> list[Problem]:
-    """The problem of a setting whose labels no node has, nor may have. What asks for them would wait for ever."""
-    if not labels or here(labels) or types(labels):
+def find_unmatched_labels(setting: str, labels: Labels) -> list[Problem]:
+    """Report a setting whose labels no existing or startable node has. A run with such labels would hang."""
+    if not labels or nodes_with_labels(labels) or startable_node_types(labels):
         return []
-    reason = "no node of the cluster has these labels, and its autoscaler may start none that has"
+    reason = "no node of the cluster has these labels, and its autoscaler cannot start one"
     return [
         Problem(
             setting,
             dict(labels),
             reason,
-            "write those of a node type in the cluster's file, or none",
+            "write the labels of a node type in the cluster file, or none",
             code="unknown_labels",
         )
     ]
 
 
-def types(labels: Labels = ANY) -> dict[str, Node]:
-    """The types of node with the labels that the autoscaler may start, by name."""
-    return {name: host.has for name, (host, _) in may_start().kinds.items() if has(host.labels, labels)}
+def startable_node_types(labels: Labels = ANY_LABELS) -> dict[str, NodeResources]:
+    """The startable node types with the labels, by name."""
+    return {
+        name: node.resources
+        for name, (node, _) in autoscaler_limits().node_types.items()
+        if matches_labels(node.labels, labels)
+    }
 
 
-def may_start() -> Startable:
-    """What the autoscaler may start; nothing where there is none."""
-    return startable(autoscaler() or {})
+def autoscaler_limits() -> AutoscalerLimits:
+    """The limits of the autoscaler; empty without one."""
+    return parse_autoscaler_limits(load_autoscaler_config() or {})
 
 
-def autoscaler() -> Mapping[str, Any] | None:
-    """What the autoscaler may start, in the form of its file; None where nobody says so."""
-    given = os.environ.get(AUTOSCALER_FILE, "")
-    if given.startswith("{"):
-        return dict(json.loads(given))
-    if given and (file := Path(given).expanduser()).is_file():
+def load_autoscaler_config() -> Mapping[str, Any] | None:
+    """The autoscaler's limits in the form of its file; None if unknown."""
+    file_setting = os.environ.get(AUTOSCALER_FILE_VARIABLE, "")
+    if file_setting.startswith("{"):
+        return dict(json.loads(file_setting))
+    if file_setting and (file := Path(file_setting).expanduser()).is_file():
         try:
-            found = yaml.safe_load(file.read_text(encoding="utf-8"))
+            document = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, ValueError, RecursionError) as error:
             raise UserError(
-                f"{AUTOSCALER_FILE}={given}: the file is no YAML ({error}); see rtrain cluster lint", code="unreadable"
+                f"{AUTOSCALER_FILE_VARIABLE}={file_setting}: invalid YAML ({error}); run rtrain cluster lint",
+                code="unreadable",
             ) from None
-        return found if isinstance(found, dict) else None
+        return document if isinstance(document, dict) else None
     groups = ray_internals.cluster_config()
     if not groups:
         return None
-    numbers = [number if number >= 0 else ANY_NUMBER for _, _, number in groups]
-    kinds = {
+    max_counts = [number if number >= 0 else UNLIMITED_NODES for _, _, number in groups]
+    node_types = {
         name: {"resources": node, "max_workers": number}
-        for (name, node, _), number in zip(groups, numbers, strict=True)
+        for (name, node, _), number in zip(groups, max_counts, strict=True)
     }
-    return {"max_workers": sum(numbers), "available_node_types": kinds}
+    return {"max_workers": sum(max_counts), "available_node_types": node_types}
 
 
 @contextmanager
-def data_tasks_on(labels: Labels) -> Iterator[None]:
-    """Have the data tasks that this process begins in the `with` block run on nodes with the labels."""
+def restrict_data_tasks(labels: Labels) -> Iterator[None]:
+    """Restrict the data tasks that this process starts in the `with` block to nodes with the labels."""
     if not labels:
         yield
         return
     from ray.data import DataContext
 
     options = DataContext.get_current().execution_options
-    before, options.label_selector = options.label_selector, dict(labels)
+    previous_selector, options.label_selector = options.label_selector, dict(labels)
     try:
         yield
     finally:
-        options.label_selector = before
+        options.label_selector = previous_selector
 
 
-_silent: set[str] = set()
-"""Ids of nodes that took no connection. Ray counts on them for some seconds more, and a start that is placed there
-waits in vain; they do not count until they answer again."""
+_unresponsive_node_ids: set[str] = set()
+"""Ids of nodes that refused a connection. Ray counts on them for some seconds more, and an attempt placed there would
+hang; they do not count until they respond again."""
 
 
-def lost(nodes: Collection[str], patience_s: float) -> dict[str, Host]:
-    """Those of the nodes, by id, that are gone. Where none is, it looks again until so many seconds have passed: Ray
-    itself learns of it some time later, by health checks.
-
-    A node whose raylet takes no connection is gone as well, whatever Ray thinks. The node of this process is not.
-    """
+def find_lost_nodes(node_ids: Collection[str], timeout_s: float) -> dict[str, NodeSpec]:
+    """Find lost nodes among `node_ids`, polling until `timeout_s`: Ray detects a loss later, by health checks. A node
+    whose raylet refuses connections is lost too, whatever Ray reports. The node of this process is never lost."""
     import ray
 
-    here = ray.get_runtime_context().get_node_id()
-    end = time.monotonic() + patience_s
+    own_node_id = ray.get_runtime_context().get_node_id()
+    deadline = time.monotonic() + timeout_s
     while True:
-        known = {node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in nodes and node["NodeID"] != here}
-        gone = {name: node for name, node in known.items() if not (node["Alive"] and _takes_connections(node))}
-        if gone or not known or time.monotonic() > end:
-            _silent.update(gone)
-            return {name: Host(node["Resources"], node["Labels"]) for name, node in gone.items()}
-        time.sleep(LOST_LOOK_S)
+        known_nodes = {
+            node["NodeID"]: node for node in ray.nodes() if node["NodeID"] in node_ids and node["NodeID"] != own_node_id
+        }
+        lost_nodes = {
+            name: node for name, node in known_nodes.items() if not (node["Alive"] and _accepts_connections(node))
+        }
+        if lost_nodes or not known_nodes or time.monotonic() > deadline:
+            _unresponsive_node_ids.update(lost_nodes)
+            return {name: NodeSpec(node["Resources"], node["Labels"]) for name, node in lost_nodes.items()}
+        time.sleep(LOST_NODE_POLL_S)
 
 
-def _takes_connections(node: Mapping[str, Any]) -> bool:
+def _accepts_connections(node: Mapping[str, Any]) -> bool:
     try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=CONNECT_S).close()
+        socket.create_connection(
+            (node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=CONNECT_TIMEOUT_S
+        ).close()
     except OSError:
         return False
     return True
 
 
-def node_here() -> Host:
+def current_node() -> NodeSpec:
     """The node of this process, with all its resources."""
     import ray
 
-    name = ray.get_runtime_context().get_node_id()
-    return next(Host(node["Resources"], node["Labels"]) for node in ray.nodes() if node["NodeID"] == name)
+    node_id = ray.get_runtime_context().get_node_id()
+    return next(NodeSpec(node["Resources"], node["Labels"]) for node in ray.nodes() if node["NodeID"] == node_id)
 
 
-def head_host() -> str | None:
-    """The host name of the head's node; None while Ray does not show it."""
+def head_hostname() -> str | None:
+    """Hostname of the head node; None until Ray reports it."""
     import ray
 
     heads = (node for node in ray.nodes() if node["Alive"] and ray_internals.HEAD_RESOURCE in node["Resources"])
     return next((str(node["NodeManagerHostname"]) for node in heads), None)
 
 
-def leaving() -> set[str]:
-    """Ids of the nodes that are being drained, after a spot notice or because they were idle."""
-    return ray_internals.draining_nodes()
+def draining_node_ids() -> set[str]:
+    """Ids of draining nodes, after a spot notice or for being idle."""
+    return ray_internals.draining_node_ids()
 
 
-def up_by_id() -> dict[str, Host]:
-    """The nodes of `up` by their ids."""
+def live_nodes_by_id() -> dict[str, NodeSpec]:
+    """The live nodes by id."""
     import ray
 
-    gone = leaving()
+    draining = draining_node_ids()
     return {
-        node["NodeID"]: Host(node["Resources"], node["Labels"])
+        node["NodeID"]: NodeSpec(node["Resources"], node["Labels"])
         for node in ray.nodes()
-        if node["Alive"] and node["NodeID"] not in gone and (node["NodeID"] not in _silent or _takes_connections(node))
+        if node["Alive"]
+        and node["NodeID"] not in draining
+        and (node["NodeID"] not in _unresponsive_node_ids or _accepts_connections(node))
     }

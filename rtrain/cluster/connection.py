@@ -1,4 +1,4 @@
-"""One connection to Ray per command: a private local cluster, or the one that the configuration or the job names."""
+"""Connect a command to Ray: to a private local cluster, or to the cluster of the configuration or the job."""
 
 import importlib.util
 import logging
@@ -23,35 +23,33 @@ from rtrain.core.errors import UserError
 if TYPE_CHECKING:
     from rtrain.config import Config
 
-IN_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"
-"""Ray's job manager sets it for the entry point of a job."""
+JOB_CONFIG_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"
+"""Variable that Ray's job manager sets for the entry point of a job."""
 
-HEALTH_CHECK = ("RAY_health_check_timeout_ms", "5000")
-"""A node is lost when five answers in a row, asked for every 3 s, have not come within that time; Ray's own is 10 s.
-Until then a run waits for workers that are gone, although another node has long come in their place."""
-NAMESPACE = "external_storage_namespace"
-"""Ray's setting of the part of a Redis that is this cluster's; in the environment with RAY_ before it."""
+HEALTH_CHECK_SETTING = ("RAY_health_check_timeout_ms", "5000")
+"""Health check timeout in ms, instead of Ray's 10 s: a node is lost after five failed checks, 3 s apart. Until then a
+run waits for lost workers although a replacement node is ready."""
+REDIS_NAMESPACE_SETTING = "external_storage_namespace"
+"""Ray's setting for the cluster's namespace in Redis; the environment variable has the prefix RAY_."""
 OBJECT_STORE_BYTES = 512 << 20
-"""Size of a local object store. Streams hold tens of megabytes ahead; by default Ray would set 30 % of the memory
-aside, which nobody would use."""
-LEAST_STORE_BYTES = 128 << 20
-"""Least size of an object store in shared memory: two streams of 64 MB. Ray itself refuses less than 75 MiB."""
+"""Size of a local object store. Streams hold tens of megabytes ahead; Ray's default of 30 % of the memory would be
+unused."""
+MIN_OBJECT_STORE_BYTES = 128 << 20
+"""Minimum size of an object store in shared memory: two streams of 64 MB. Ray refuses less than 75 MiB."""
 SHARED_MEMORY = "/dev/shm"
-KEPT_S = 30.0
-"""Seconds for which an endpoint goes on whose Ray has lost its store (GCS). After 60 Ray ends it where it stands, and
-requests that are answered by then, and Ray's own end, take some of them."""
+STORE_LOSS_GRACE_S = 30.0
+"""Seconds that an endpoint keeps serving after its cluster lost the store (GCS). Ray kills it after 60 s; open requests
+and Ray's own shutdown need some of them."""
 
 
 def package_root() -> Path:
-    """The folder that holds rtrain, serve and tune: site-packages, or a checkout."""
+    """Folder with rtrain, serve and tune: site-packages, or a checkout."""
     return Path(__file__).resolve().parents[2]
 
 
 def refuse_shadowed_names() -> None:
-    """Raise `UserError` if `serve` or `tune` is not rtrain's own package.
-
-    These names are common. A user's file that hides ours would make Ray workers fail later.
-    """
+    """Raise `UserError` if `serve` or `tune` is not rtrain's own package. A user's file of such a common name would
+    break Ray workers later."""
     for name in ("serve", "tune"):
         spec = importlib.util.find_spec(name)
         origin = Path(spec.origin).resolve() if spec and spec.origin else None
@@ -63,42 +61,37 @@ def refuse_shadowed_names() -> None:
             )
 
 
-def forget_folder() -> None:
-    """Take the current folder off the module path, so that no file of the user's shadows a module of ours.
-
-    In a job the folder stays on the path, since Ray has put it ahead of ours for every worker. Names that it shadows
-    are then refused.
-    """
-    here = Path.cwd()
-    if here != package_root() and IN_JOB not in os.environ:
-        sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != here]
+def remove_cwd_from_path() -> None:
+    """Remove the current folder from the module path, so that no user file shadows a module. In a job the folder stays,
+    since Ray puts it first for every worker; shadowed names are refused then."""
+    cwd = Path.cwd()
+    if cwd != package_root() and JOB_CONFIG_VARIABLE not in os.environ:
+        sys.path[:] = [entry for entry in sys.path if entry and Path(entry).resolve() != cwd]
     refuse_shadowed_names()
 
 
-def leave_folder(folder: Path) -> None:
-    """Change into `folder`. Neither the old folder nor the new one can shadow a module then."""
-    forget_folder()
+def change_directory(folder: Path) -> None:
+    """Change into `folder`, with neither the old nor the new folder on the module path."""
+    remove_cwd_from_path()
     folder.mkdir(parents=True, exist_ok=True)
     os.chdir(folder)
 
 
 def ensure_token() -> None:
-    """Make the file of Ray's token, readable by its owner alone. Ray would write it with the umask's permissions.
-
-    Ray reads the file when a cluster starts, and its mode of authentication when it is imported. After an import the
-    variable would contradict the mode that Ray has read; Ray then sets both for a cluster that it starts.
-    """
+    """Create Ray's token file, readable by its owner only; Ray would use the umask. Ray reads the file when a cluster
+    starts, and its authentication mode when it is imported, so the variables may change only before the import; Ray
+    sets both for a cluster that it starts."""
     if os.environ.get("RAY_AUTH_MODE", "token") != "token" or os.environ.get("RAY_AUTH_TOKEN"):
         return
     path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH", Path.home() / ".ray" / "auth_token"))
     if not path.is_file() or not path.stat().st_size:
-        make_token(path)
+        write_token(path)
     if "ray" not in sys.modules:
         os.environ["RAY_AUTH_MODE"] = "token"
 
 
-def make_token(path: Path) -> None:
-    """Put a token there whole, in place of an empty file; of two commands that do so at once, one's counts."""
+def write_token(path: Path) -> None:
+    """Write a token atomically in place of an empty file; if two commands race, one of them wins."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -108,7 +101,7 @@ def make_token(path: Path) -> None:
             draft.replace(path)
         else:
             with suppress(FileExistsError):
-                _link(draft, path)
+                _hard_link(draft, path)
     except OSError as error:
         raise UserError(
             f"the token of Ray cannot be written to {path} ({error.strerror}); set RAY_AUTH_TOKEN_PATH to a file in a "
@@ -120,8 +113,8 @@ def make_token(path: Path) -> None:
             draft.unlink(missing_ok=True)
 
 
-def _link(source: Path, target: Path) -> None:
-    """Give a file another name. Raises `FileExistsError`."""
+def _hard_link(source: Path, target: Path) -> None:
+    """Hard-link a file. Raises `FileExistsError`."""
     try:
         os.link(source, target)
     except FileExistsError:
@@ -130,23 +123,23 @@ def _link(source: Path, target: Path) -> None:
         source.rename(target)
 
 
-class Needs(NamedTuple):
-    """What a private cluster is started with, beyond what its configuration says."""
+class LocalClusterOptions(NamedTuple):
+    """Options of a private cluster beyond its configuration."""
 
-    ahead: int | None = None
-    """Worker processes that are started before there is work for them; None: one for each core."""
+    prestarted_workers: int | None = None
+    """Worker processes to start in advance; None: one per core."""
     environment: Mapping[str, str] = MappingProxyType({})
-    """Variables of all its processes but this one."""
-    first: str | None = None
-    """A function by its dotted name, which each worker process calls before it takes work; None: `env.collect_less`."""
-    meanwhile: Callable[[], object] | None = None
+    """Environment variables of all its processes except this one."""
+    worker_setup_function: str | None = None
+    """Dotted name of a function that each worker process calls first; None: `env.tune_gc`."""
+    background_task: Callable[[], object] | None = None
     """Called in a thread while Ray starts."""
 
 
-def starts_ray(config: "Config") -> bool:
-    """Whether `session` would start a cluster of its own."""
+def would_start_ray(config: "Config") -> bool:
+    """Whether `session` would start a private cluster."""
     ray = sys.modules.get("ray")
-    return addresses.of(config) is None and (ray is None or not ray.is_initialized())
+    return addresses.resolve_address(config) is None and (ray is None or not ray.is_initialized())
 
 
 @contextmanager
@@ -154,158 +147,174 @@ def session(
     config: "Config",
     folder: Path,
     on_event: Callable[[dict[str, Any]], None] | None = None,
-    at_once: int = 1,
-    needs: Needs | None = None,
+    concurrent_runs: int = 1,
+    options: LocalClusterOptions | None = None,
 ) -> Iterator[None]:
     """Connect to Ray for the `with` block, from inside `folder`.
 
-    A private cluster, which this call starts as it `needs`, has room for `at_once` trainings with the recipe's workers,
-    and ends with the block; any other cluster is left alone. Raises `UserError`, before Ray is asked, where the address
-    that is named leads to no cluster.
+    A private cluster starts with `options`, has capacity for `concurrent_runs` runs of the recipe, and stops with the
+    block; an existing cluster is left alone. Raises `UserError` before Ray is asked if no cluster responds at the
+    configured address.
     """
-    named, say = addresses.of(config), on_event or (lambda event: None)
-    say(events.doing(f"connecting to Ray at {named[1]}" if named else "starting Ray", "Ray"))
-    if named is None:
+    configured_address, emit = addresses.resolve_address(config), on_event or (lambda event: None)
+    emit(
+        events.make_phase_event(
+            f"connecting to Ray at {configured_address[1]}" if configured_address else "starting Ray", "Ray"
+        )
+    )
+    if configured_address is None:
         ensure_token()
-    env.collect_less()
+    env.tune_gc()
     import ray
 
     if ray.is_initialized():
         yield
         return
-    if named is not None:
-        addresses.check(*named)
-    leave_folder(folder)
-    quiet()
-    if named is None:
+    if configured_address is not None:
+        addresses.check_address(*configured_address)
+    change_directory(folder)
+    silence_ray_loggers()
+    if configured_address is None:
         workers = config.recipe.train.workers
         _start_local(
-            at_once * (workers + capacity.data_cpus(config.deploy.cluster.data_cpus, workers)), needs or Needs()
+            concurrent_runs * (workers + capacity.resolve_data_cpus(config.deploy.cluster.data_cpus, workers)),
+            options or LocalClusterOptions(),
         )
     else:
         try:
-            ray.init(address=named[1], runtime_env=_worker_env(), log_to_driver=False, logging_level=logging.ERROR)
-        except ConnectionError as error:  # what could not be seen from outside
+            ray.init(
+                address=configured_address[1],
+                runtime_env=_worker_env(),
+                log_to_driver=False,
+                logging_level=logging.ERROR,
+            )
+        except ConnectionError as error:  # not visible from outside
             cause = str(error.__cause__ or error).strip().splitlines()[-1]
             raise UserError(
-                f"{named[0]}={named[1]}: Ray could not connect to it: {cause}", code="unreachable"
+                f"{configured_address[0]}={configured_address[1]}: Ray could not connect to it: {cause}",
+                code="unreachable",
             ) from None
-    # Ray Data sets its own level when it is imported, which not every command does. This process alone gets it: the
-    # others have inherited their environment by now, and write what they tell into files.
+    # Ray Data sets its own level when it is imported, which not every command does. Only this process gets it: the
+    # others have inherited their environment already, and log into files.
     os.environ.setdefault("RAY_DATA_LOG_LEVEL", "ERROR")
-    signals.take()  # ray.init has put handlers of its own: one that exits with 15, and one that prints a C++ stack
+    # ray.init installed its own handlers: one exits with 15, the other prints a C++ stack
+    signals.install_sigterm_handler()
     try:
         yield
     finally:
-        say(events.doing("ending Ray" if named is None else "leaving Ray", "Ray"))
-        if named is None:
-            _end_local()
+        emit(events.make_phase_event("ending Ray" if configured_address is None else "leaving Ray", "Ray"))
+        if configured_address is None:
+            _stop_local()
         else:
             ray.shutdown()
 
 
-def _end_local() -> None:
-    """End a private cluster, and kill what Ray leaves of it: its agents where the store is lost, which would wait for
-    ever to tell the store that they end, and workers that a raylet under load has forgotten."""
+def _stop_local() -> None:
+    """Stop a private cluster, and kill leftovers: agents without a store, which would wait for ever to report their
+    end, and workers that an overloaded raylet has lost."""
     import psutil
     import ray
 
-    known = ray_internals.processes()
+    processes = ray_internals.list_processes()
     ray.shutdown()
-    for process in known:
+    for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
 def _worker_env() -> dict[str, dict[str, str]]:
-    """Environment settings for Ray's processes on a cluster that others started, which would not inherit them."""
+    """Environment for Ray processes on an existing cluster, which would not inherit it."""
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses values that the job has set already
-    return {"env_vars": {name: os.environ[name] for name in env.SETTINGS if name in os.environ}}
+    return {"env_vars": {name: os.environ[name] for name in env.ENV_DEFAULTS if name in os.environ}}
 
 
 def on_node_start(parameters: Any, head: bool) -> None:
     """The hook RAY_START_HOOK of cluster.yaml, which Ray calls when a node starts.
 
-    It closes the Ray Client's port, which `ray start --head` opens without an option against it. A head misses a node
-    that is gone without a word after 40 s, in place of Ray's 65. On the head it leaves jobs the path of the
-    autoscaler's file, which says what nodes there may be (`supply.most`).
-
-    In a Redis each address of a head has a part of its own. The nodes of a head that was lost look for it at its
-    address alone: one that comes back there goes on with them, and one at another address would count on nodes that
-    never come, with jobs that nobody runs.
+    It closes the Ray Client port, which `ray start --head` opens without an option to disable it. A head detects a lost
+    node after 40 s instead of Ray's 65. On the head it passes jobs the path of the autoscaler's file, which limits the
+    nodes (`capacity.max_accelerators`). In Redis each head address has its own namespace. Nodes of a lost head
+    reconnect to its address only: a head that restarts there resumes with them; a head at another address would wait
+    for nodes that never come, with jobs that nobody runs.
     """
     import ray
 
     parameters.ray_client_server_port = None
     if head:
-        os.environ.setdefault(*HEALTH_CHECK)
-        if "RAY_REDIS_ADDRESS" in os.environ and f"RAY_{NAMESPACE}" not in os.environ:
-            at = parameters.node_ip_address or ray.util.get_node_ip_address()
-            parameters._system_config = {NAMESPACE: f"head-{at}", **(parameters._system_config or {})}
+        os.environ.setdefault(*HEALTH_CHECK_SETTING)
+        if "RAY_REDIS_ADDRESS" in os.environ and f"RAY_{REDIS_NAMESPACE_SETTING}" not in os.environ:
+            node_ip = parameters.node_ip_address or ray.util.get_node_ip_address()
+            parameters._system_config = {
+                REDIS_NAMESPACE_SETTING: f"head-{node_ip}",
+                **(parameters._system_config or {}),
+            }
     if head and parameters.autoscaling_config:
-        os.environ[capacity.AUTOSCALER_FILE] = str(Path(parameters.autoscaling_config).expanduser())
+        os.environ[capacity.AUTOSCALER_FILE_VARIABLE] = str(Path(parameters.autoscaling_config).expanduser())
 
 
 class ObjectStore(NamedTuple):
-    """Size and place of Ray's object store, and what to tell the user about it."""
+    """Size and folder of Ray's object store, and a warning for the user."""
 
-    size: int
+    size_bytes: int
     """Bytes."""
     folder: str | None = None
-    """Its folder; None for Ray's own choice, which is shared memory on Linux and the temporary folder elsewhere."""
-    notice: str | None = None
+    """Its folder; None for Ray's default: shared memory on Linux, else the temporary folder."""
+    warning: str | None = None
 
 
-def object_store(platform: str, free: int | None) -> ObjectStore:
-    """Size and place of a local Ray's object store. `free`: free bytes of /dev/shm, None if there is no /dev/shm.
+def choose_object_store(platform: str, free_bytes: int | None) -> ObjectStore:
+    """Choose size and folder of a local object store. `free_bytes`: free bytes of /dev/shm, None without /dev/shm.
 
-    Docker gives a container 64 MB of /dev/shm, too little for Ray's object store. Then it goes to a file on disk. That
-    is slower, as the system writes it back, but better than refusing a training that needs a few megabytes at a time.
+    Docker gives a container 64 MB of /dev/shm, too little for Ray's object store. Then a file on disk is used. It is
+    slower, since the system writes it back, but a training needs only a few megabytes at a time.
     """
     if platform != "linux":
         return ObjectStore(OBJECT_STORE_BYTES)
-    size = min(OBJECT_STORE_BYTES, (free or 0) // 2)
-    if size >= LEAST_STORE_BYTES:
+    size = min(OBJECT_STORE_BYTES, (free_bytes or 0) // 2)
+    if size >= MIN_OBJECT_STORE_BYTES:
         return ObjectStore(size)
     folder = tempfile.gettempdir()
-    has = "there is no /dev/shm" if free is None else f"/dev/shm has {free >> 20} MB free"
-    notice = f"{has}: Ray's objects go to {folder}, which is slower; in Docker, write docker run --shm-size=2g"
-    return ObjectStore(OBJECT_STORE_BYTES, folder, notice)
+    shm_state = "there is no /dev/shm" if free_bytes is None else f"/dev/shm has {free_bytes >> 20} MB free"
+    warning = f"{shm_state}: Ray's objects go to {folder}, which is slower; in Docker, write docker run --shm-size=2g"
+    return ObjectStore(OBJECT_STORE_BYTES, folder, warning)
 
 
-def _start_local(cpus: int, needs: Needs) -> None:
+def _start_local(cpus: int, options: LocalClusterOptions) -> None:
     import ray
 
     # Processes that Ray starts must find rtrain where this one found it, also in a checkout that is not installed.
     root = str(package_root())
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != root]
     os.environ["PYTHONPATH"] = os.pathsep.join([root, *paths])
-    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else None
-    store = object_store(sys.platform, free)
-    for notice in (env.notice(), store.notice):
-        if notice:
-            sys.stderr.write(f"{notice}\n")
-    ahead = env.cores() if needs.ahead is None else needs.ahead
-    first = needs.first or f"{env.__name__}.{env.collect_less.__name__}"
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else None
+    store = choose_object_store(sys.platform, free_bytes)
+    for message in (env.describe_container_limits(), store.warning):
+        if message:
+            sys.stderr.write(f"{message}\n")
+    prestarted_workers = env.available_cores() if options.prestarted_workers is None else options.prestarted_workers
+    worker_setup_function = options.worker_setup_function or f"{env.__name__}.{env.tune_gc.__name__}"
     # ray.init stays in this thread: it sets handlers of signals.
-    with ThreadPoolExecutor(1) as beside, ray_internals.lean(ahead, needs.environment, first):
-        done = beside.submit(needs.meanwhile) if needs.meanwhile else None
+    with (
+        ThreadPoolExecutor(1) as executor,
+        ray_internals.slim_ray_init(prestarted_workers, options.environment, worker_setup_function),
+    ):
+        background_future = executor.submit(options.background_task) if options.background_task else None
         ray.init(
             address="local",
-            num_cpus=max(env.cores(), cpus),
+            num_cpus=max(env.available_cores(), cpus),
             include_dashboard=False,
-            object_store_memory=store.size,
+            object_store_memory=store.size_bytes,
             _plasma_directory=store.folder,
             log_to_driver=False,
             logging_level=logging.ERROR,
         )
-        ray_internals.mark()
-        if done:
-            done.result()
+        ray_internals.mark_private()
+        if background_future:
+            background_future.result()
 
 
-def quiet() -> None:
-    """Silence Ray's libraries, which log each step of each data set at INFO; rtrain's own line says what users need."""
+def silence_ray_loggers() -> None:
+    """Silence Ray's libraries, which log each step of each dataset at INFO; rtrain's own output has what users need."""
     # Raylets report dead workers on stdout, where --json has promised one object; the run's log and progress report
     # them too. Nothing else is printed this way, since the workers' output is not forwarded.
     ray_internals.drop_forwarded_output()
@@ -315,12 +324,12 @@ def quiet() -> None:
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)
 
 
-def until_interrupted() -> None:
-    """Wait until Ctrl-C or SIGTERM, which raise KeyboardInterrupt. Raises `UserError` where this command's own Ray has
-    lost its store, early enough that nothing of it is left behind."""
-    died: float | None = None
-    while died is None or time.monotonic() - died < KEPT_S:
+def wait_until_interrupted() -> None:
+    """Wait for Ctrl-C or SIGTERM, which raise KeyboardInterrupt. Raises `UserError` if a private cluster has lost its
+    store, early enough for a clean shutdown."""
+    store_died_at: float | None = None
+    while store_died_at is None or time.monotonic() - store_died_at < STORE_LOSS_GRACE_S:
         time.sleep(0.2)
-        if died is None and ray_internals.store_has_ended():
-            died = time.monotonic()
-    raise UserError("the store of this command's Ray (its GCS) has died; start the command again", code="store_lost")
+        if store_died_at is None and ray_internals.is_gcs_dead():
+            store_died_at = time.monotonic()
+    raise UserError("the store (GCS) of this command's cluster has died; start the command again", code="store_lost")

@@ -1,8 +1,8 @@
-"""Asks the jobs whose entry points run on this machine to end with a checkpoint: for a head that is about to go.
+"""Request a checkpoint and the end of all jobs whose entry points run on this machine, before the head stops.
 
-    python -m rtrain.cluster.graceful_shutdown [--seconds 60]
+python -m rtrain.cluster.graceful_shutdown [--seconds 60]
 
-A job's driver lives on the head. Told in time, its run is saved after the coming update, and the job ends with 75.
+A job's driver runs on the head. After the request, the run saves after the current step, and the job exits with 75.
 """
 
 import argparse
@@ -16,24 +16,24 @@ from typing import NoReturn
 
 from rtrain.cluster import supervisor
 
-LOOK_EVERY_S = 0.2
+POLL_INTERVAL_S = 0.2
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Returns when the jobs have ended, with 0, or after the seconds, with 1."""
+    """Return 0 once the jobs have ended, or 1 after the timeout."""
     parser = argparse.ArgumentParser(
         prog="python -m rtrain.cluster.graceful_shutdown", description="End jobs with a checkpoint."
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds that they have")
-    end = time.monotonic() + parser.parse_args(arguments).seconds
-    for job in supervisor.running():
+    deadline = time.monotonic() + parser.parse_args(arguments).seconds
+    for pid in supervisor.list_supervisors():
         with suppress(ProcessLookupError):
-            os.kill(job, signal.SIGUSR1)
-    while left := supervisor.running():
-        if time.monotonic() > end:
-            sys.stderr.write(f"rtrain: not ended in time: {', '.join(map(str, left))}\n")
+            os.kill(pid, signal.SIGUSR1)
+    while remaining := supervisor.list_supervisors():
+        if time.monotonic() > deadline:
+            sys.stderr.write(f"rtrain: not ended in time: {', '.join(map(str, remaining))}\n")
             sys.exit(1)
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(POLL_INTERVAL_S)
     sys.exit(0)
 
 

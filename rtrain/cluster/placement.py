@@ -1,80 +1,116 @@
-"""Which nodes an autoscaler may have up at a time that have room for a run.
+"""Find node counts of an autoscaler that have capacity for a run. Pure.
 
-The numbers of nodes are limited by type and over all types, workers run on nodes with their labels, and data tasks
-beside them or elsewhere. The nodes with most GPUs may so leave no place for the CPUs of the data tasks: the numbers of
-all types are looked for together, as an integer program. Pure.
+Counts are limited by type and in total; workers run on nodes with their labels, data tasks beside them or elsewhere.
+Choosing the nodes with the most GPUs first may leave no CPUs for the data tasks, so all counts are solved together as
+an integer program.
 """
 
 import math
 from collections.abc import Sequence
 
-from rtrain.cluster.capacity import Host, Needs, Room, Startable, largest
+from rtrain.cluster.capacity import AutoscalerLimits, Capacity, NodeSpec, ResourceRequest, largest_feasible
 
 
-def numbers(
-    offers: Sequence[Room], most: Sequence[int], limit: int, lacking: Room, prices: Sequence[float]
+def cheapest_node_counts(
+    capacities: Sequence[Capacity],
+    max_counts: Sequence[int],
+    max_nodes: int,
+    missing: Capacity,
+    prices: Sequence[float],
 ) -> list[int] | None:
-    """How many nodes of each type have what is lacking, at the least price; None where no numbers have.
-
-    `offers`: what a node of each type has. `most`: how many of each there may be, `limit` of all together.
-    """
-    if not any(lack > 0 for lack in lacking):
-        return [0] * len(offers)
-    if not offers or not Room(*(limit * max(has) for has in zip(*offers, strict=True))).holds(lacking):
+    """Cheapest node counts by type that cover the missing capacity; None if impossible. `capacities`: capacity of a
+    node of each type. `max_counts`: maximum count of each type, `max_nodes` of all types."""
+    if not any(lack > 0 for lack in missing):
+        return [0] * len(capacities)
+    if not capacities or not Capacity(*(max_nodes * max(has) for has in zip(*capacities, strict=True))).covers(missing):
         return None
-    if len(offers) == 1:  # the commonest case, without half a second of imports
-        number = max(math.ceil(lack / has) for lack, has in zip(lacking, offers[0], strict=True) if lack > 0)
-        return [number] if number <= min(limit, *most) else None
+    if len(capacities) == 1:  # the common case avoids half a second of imports
+        count = max(math.ceil(lack / has) for lack, has in zip(missing, capacities[0], strict=True) if lack > 0)
+        return [count] if count <= min(max_nodes, *max_counts) else None
     from scipy.optimize import Bounds, LinearConstraint, milp
 
-    enough = LinearConstraint([*zip(*offers, strict=True)], lb=lacking)
-    together = LinearConstraint([[1] * len(offers)], ub=limit)
-    found = milp(prices, integrality=1, bounds=Bounds(0, most), constraints=[enough, together])
-    return None if found.x is None else [round(number) for number in found.x]
+    capacity_constraint = LinearConstraint([*zip(*capacities, strict=True)], lb=missing)
+    total_constraint = LinearConstraint([[1] * len(capacities)], ub=max_nodes)
+    solution = milp(
+        prices, integrality=1, bounds=Bounds(0, max_counts), constraints=[capacity_constraint, total_constraint]
+    )
+    return None if solution.x is None else [round(number) for number in solution.x]
 
 
-def holds(may: Startable, needs: Needs, need: Room) -> bool:
-    """Whether nodes that may be up together have room for `need`, which is of `needs`."""
-    base, offers = needs.offered(may.heads), [needs.offered([host]) for host, _ in may.kinds.values()]
-    most, prices = [most for _, most in may.kinds.values()], [1] * len(offers)
-    return numbers(offers, most, may.limit, need.beyond(base), prices) is not None
+def fits(limits: AutoscalerLimits, request: ResourceRequest, required: Capacity) -> bool:
+    """Whether nodes that may be up together have capacity for `required`, which is a multiple of `request`."""
+    head_capacity, capacities = (
+        request.capacity_of(limits.head_nodes),
+        [request.capacity_of([node]) for node, _ in limits.node_types.values()],
+    )
+    max_counts, prices = [max_count for _, max_count in limits.node_types.values()], [1] * len(capacities)
+    return (
+        cheapest_node_counts(capacities, max_counts, limits.max_nodes, required.minus(head_capacity), prices)
+        is not None
+    )
 
 
-def workers(hosts: Sequence[Host], may: Startable, needs: Needs, at_most: int) -> int:
-    """How many workers of a run, up to `at_most`, have room beside their data tasks: on the nodes that are up, or on
-    those that may be up together."""
-    up = needs.most(hosts, at_most)
-    return up if up == at_most else max(up, largest(at_most, lambda number: holds(may, needs, needs.of(number))))
+def max_workers(nodes: Sequence[NodeSpec], limits: AutoscalerLimits, request: ResourceRequest, upper_bound: int) -> int:
+    """Maximum workers of a run, up to `upper_bound`, that fit beside their data tasks: on the live nodes, or on nodes
+    that may be up together."""
+    live_workers = request.max_workers(nodes, upper_bound)
+    return (
+        live_workers
+        if live_workers == upper_bound
+        else max(
+            live_workers,
+            largest_feasible(upper_bound, lambda number: fits(limits, request, request.capacity_for(number))),
+        )
+    )
 
 
-def runs(hosts: Sequence[Host], may: Startable, needs: Needs, each: int) -> int:
-    """How many runs of `each` workers have room at a time, with their data tasks; 0 where one has none."""
-    room = needs.offered(hosts)
-    kinds = [needs.offered([host]).places * min(most, may.limit) for host, most in may.kinds.values()]
-    at_most = max(room.places, needs.offered(may.heads).places + sum(kinds)) // each
-    up = largest(at_most, lambda number: room.holds(needs.of(each, number)))
-    return max(up, largest(at_most, lambda number: holds(may, needs, needs.of(each, number))))
+def max_concurrent_runs(
+    nodes: Sequence[NodeSpec], limits: AutoscalerLimits, request: ResourceRequest, workers_per_run: int
+) -> int:
+    """Maximum concurrent runs of `workers_per_run` workers with their data tasks; 0 if none fits."""
+    available = request.capacity_of(nodes)
+    slots_per_type = [
+        request.capacity_of([node]).worker_slots * min(max_count, limits.max_nodes)
+        for node, max_count in limits.node_types.values()
+    ]
+    upper_bound = (
+        max(available.worker_slots, request.capacity_of(limits.head_nodes).worker_slots + sum(slots_per_type))
+        // workers_per_run
+    )
+    live_runs = largest_feasible(
+        upper_bound, lambda number: available.covers(request.capacity_for(workers_per_run, number))
+    )
+    return max(
+        live_runs,
+        largest_feasible(
+            upper_bound, lambda number: fits(limits, request, request.capacity_for(workers_per_run, number))
+        ),
+    )
 
 
-def told(may: Startable, needs: Needs) -> str:
-    """The types of node that have something of what is needed, and how many of them there may be."""
-    listed = []
-    for name, (host, most) in may.kinds.items():
-        if any(needs.offered([host])):
-            has = " and ".join(f"{host.has[one]:g} {one}" for one in ("GPU", "CPU") if host.has.get(one))
-            listed.append(f"{name} ({has}{f'; max_workers: {most}' if most < may.limit else ''})")
-    return f"{', '.join(listed) or 'no node type'}; max_workers: {may.limit} over all types"
+def describe_limits(limits: AutoscalerLimits, request: ResourceRequest) -> str:
+    """Describe the node types with useful capacity, and their maximum counts."""
+    descriptions = []
+    for name, (node, max_count) in limits.node_types.items():
+        if any(request.capacity_of([node])):
+            resources = " and ".join(
+                f"{node.resources[name]:g} {name}" for name in ("GPU", "CPU") if node.resources.get(name)
+            )
+            descriptions.append(
+                f"{name} ({resources}{f'; max_workers: {max_count}' if max_count < limits.max_nodes else ''})"
+            )
+    return f"{', '.join(descriptions) or 'no node type'}; max_workers: {limits.max_nodes} over all types"
 
 
-def remedy(may: Startable, needs: Needs, need: Room) -> str:
-    """What to change of the autoscaler's file so that there is room for `need`."""
-    many = sum(need)
-    if holds(may._replace(limit=many), needs, need):
-        return f"raise max_workers, {may.limit} over all types,"
-    for name, (host, most) in may.kinds.items():
-        if holds(may._replace(kinds={**may.kinds, name: (host, many)}), needs, need):
-            return f"raise max_workers of {name}, {most},"
-    free = {name: (host, many) for name, (host, _) in may.kinds.items()}
-    if holds(Startable(may.heads, free, many), needs, need):
+def suggest_fix(limits: AutoscalerLimits, request: ResourceRequest, required: Capacity) -> str:
+    """Suggest a change of the autoscaler's file that gives capacity for `required`."""
+    required_total = sum(required)
+    if fits(limits._replace(max_nodes=required_total), request, required):
+        return f"raise max_workers, {limits.max_nodes} over all types,"
+    for name, (node, max_count) in limits.node_types.items():
+        if fits(limits._replace(node_types={**limits.node_types, name: (node, required_total)}), request, required):
+            return f"raise max_workers of {name}, {max_count},"
+    unlimited_types = {name: (node, required_total) for name, (node, _) in limits.node_types.items()}
+    if fits(AutoscalerLimits(limits.head_nodes, unlimited_types, required_total), request, required):
         return "raise max_workers, of these types and over all types,"
-    return "add a node type that has what is lacking,"
+    return "add a node type with the missing resources,"

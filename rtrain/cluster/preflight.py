@@ -1,7 +1,7 @@
-"""Checks of what would fail later, before a training starts.
+"""Checks that find failures before a training starts.
 
-Most are pure: facts in, problems out. `shared` and `Question` ask nodes of the cluster, `disk` and `described` look at
-files.
+Most are pure: facts in, problems out. `check_shared_folder` and `SharedFolderProbe` query nodes of the cluster,
+`check_disk_space` and `fingerprint_files` read files.
 """
 
 import hashlib
@@ -16,157 +16,181 @@ from rtrain.cluster import address as addresses, capacity as cluster_capacity, p
 from rtrain.config import Config, Recipe
 from rtrain.core.errors import Problem, UserError
 
-MOST_A_CORE = 4
-"""Most workers of a search that share a core of a private Ray's machine; each needs some 1 GB."""
+MAX_WORKERS_PER_CORE = 4
+"""Maximum workers of a search per core on a private cluster; each needs about 1 GB."""
 
 
-def checkpoint_copies(keep: int) -> int:
-    """The size of a run's checkpoints, as a multiple of the size of its fp32 weights.
-
-    A checkpoint holds the weights and two moments. There are `keep` of them, the best, and one in the making.
-    """
+def checkpoint_size_factor(keep: int) -> int:
+    """Size of a run's checkpoints, as a multiple of its fp32 weights: each holds the weights and two moments. There are
+    `keep_checkpoints` of them, the best one, and one being written."""
     return 3 * (keep + 2)
 
 
-def rows(recipe: Recipe, train_rows: int) -> list[Problem]:
-    """A problem if there are fewer training rows than replicas: each needs a row in at least one update."""
-    workers, within = recipe.train.workers, recipe.train.within
-    if train_rows < recipe.train.replicas:
+def check_rows(recipe: Recipe, train_rows: int) -> list[Problem]:
+    """Report fewer training rows than replicas: each replica needs a row in at least one step."""
+    workers, workers_per_replica = recipe.train.workers, recipe.train.workers_per_replica
+    if train_rows < recipe.train.num_replicas:
         return [
             Problem(
                 "train.workers",
                 workers,
                 f"only {train_rows} training rows for {workers} workers",
-                f"write --workers {within * max(1, train_rows)}, or give more rows",
+                f"write --workers {workers_per_replica * max(1, train_rows)}, or provide more rows",
                 code="too_few_rows",
             )
         ]
     return []
 
 
-def overbooked(config: Config, cores: int) -> list[Problem]:
-    """A problem if a search has more workers at a time than the machine's cores can carry, where Ray is a private one:
-    that has as many logical CPUs as it is told, and refuses nothing."""
-    workers, asked = config.recipe.train.workers, config.deploy.tune.concurrent or 1
-    if addresses.of(config) is not None or asked == 1 or asked * workers <= MOST_A_CORE * cores:
+def check_oversubscription(config: Config, cores: int) -> list[Problem]:
+    """Report a search with more concurrent workers than the cores of a private cluster can run: Ray's CPUs are logical
+    there, so Ray refuses nothing."""
+    workers, concurrent_trials = config.recipe.train.workers, config.deploy.tune.max_concurrent_trials or 1
+    if (
+        addresses.resolve_address(config) is not None
+        or concurrent_trials == 1
+        or concurrent_trials * workers <= MAX_WORKERS_PER_CORE * cores
+    ):
         return []
-    reason = f"{asked} trials of {workers} workers are {asked * workers} processes at a time, on {cores} cores"
+    reason = (
+        f"{concurrent_trials} trials of {workers} workers are {concurrent_trials * workers} processes at a "
+        f"time, on {cores} cores"
+    )
     return [
         Problem(
-            "tune.concurrent",
-            asked,
+            "tune.max_concurrent_trials",
+            concurrent_trials,
             reason,
-            f"write {max(1, MOST_A_CORE * cores // workers)}, or leave it out",
+            f"write {max(1, MAX_WORKERS_PER_CORE * cores // workers)}, or leave it out",
             code="too_many_workers",
         )
     ]
 
 
-def capacity(
+def check_capacity(
     recipe: Recipe,
-    needs: cluster_capacity.Needs,
-    hosts: Sequence[cluster_capacity.Host],
-    may: cluster_capacity.Startable,
+    request: cluster_capacity.ResourceRequest,
+    nodes: Sequence[cluster_capacity.NodeSpec],
+    limits: cluster_capacity.AutoscalerLimits,
 ) -> list[Problem]:
-    """A problem if the cluster can never place the workers or their data tasks, which would then wait for ever.
-
-    `hosts`: the nodes that are up. `may`: what its autoscaler may start. At least one of workers with GPUs must
-    have room: a run without a least number takes as many as there can be (`network.device`).
-    """
-    train, with_gpus = recipe.train, needs.device != "cpu"
-    workers = train.min_workers or (1 if with_gpus else train.workers)
-    fitting = placement.workers(hosts, may, needs, workers)
-    if fitting >= workers:
+    """Report workers or data tasks that the cluster can never place, and that would hang. `nodes`: the live nodes.
+    `limits`: the autoscaler's limits. At least one GPU worker must fit: a run without `min_workers` takes as many as
+    possible (`models.device`)."""
+    train, uses_gpus = recipe.train, request.device != "cpu"
+    workers = train.min_workers or (1 if uses_gpus else train.workers)
+    feasible_workers = placement.max_workers(nodes, limits, request, workers)
+    if feasible_workers >= workers:
         return []
-    need, room = needs.of(workers), needs.offered(hosts or may.heads)
-    fewer = f"write --workers {fitting}, or " if fitting else ""
-    if may.kinds:
-        of = (
-            f"{need.places} {cluster_capacity.NEEDS[needs.device]}s for workers and {need.data} CPUs for their data "
+    required, available = request.capacity_for(workers), request.capacity_of(nodes or limits.head_nodes)
+    fewer_workers_hint = f"write --workers {feasible_workers}, or " if feasible_workers else ""
+    if limits.node_types:
+        requirement = (
+            f"{required.worker_slots} {cluster_capacity.WORKER_RESOURCE[request.device]}s for workers and "
+            f"{required.data_cpus} CPUs for their data "
             "tasks"
         )
-        reason = f"no nodes that may be up together have {of}; there may be {placement.told(may, needs)}"
-        fix = f"{fewer}{placement.remedy(may, needs, need)} in the cluster's file"
-    elif with_gpus:
-        reason = f"data tasks need {need.data} logical CPUs beside the GPUs, the Ray cluster has {room.data}"
+        reason = (
+            f"nodes that may be up together do not have {requirement}; the limits are "
+            f"{placement.describe_limits(limits, request)}"
+        )
+        fix = f"{fewer_workers_hint}{placement.suggest_fix(limits, request, required)} in the cluster's file"
+    elif uses_gpus:
+        reason = (
+            f"data tasks need {required.data_cpus} logical CPUs beside the GPUs, the Ray cluster has "
+            f"{available.data_cpus}"
+        )
         fix = "start nodes with more --num-cpus"
     else:
-        reason = f"workers and data tasks need {need.cpus} logical CPUs, the Ray cluster has {room.cpus}"
-        fix = f"{fewer}start nodes with more --num-cpus"
-    return [Problem("train.workers", workers, reason, fix, code="no_room")]
+        reason = (
+            f"workers and data tasks need {required.shared_cpus} logical CPUs, the Ray cluster has "
+            f"{available.shared_cpus}"
+        )
+        fix = f"{fewer_workers_hint}start nodes with more --num-cpus"
+    return [Problem("train.workers", workers, reason, fix, code="insufficient_capacity")]
 
 
-ANSWER_S = 60.0
-"""Seconds in which a node must answer whether it shares a folder; the first task on a node starts a process."""
-LOOKS = 5
-"""How often a new file is looked for, a second apart, since network file systems show it late."""
+RESPONSE_TIMEOUT_S = 60.0
+"""Timeout in seconds for a node's response about a shared folder; the first task on a node starts a process."""
+FILE_CHECK_ATTEMPTS = 5
+"""Number of checks for a new file, one second apart: network file systems show it late."""
 
 
-HASHED_BYTES = 1 << 25
-"""Files up to this size (a model's configuration, its tokenizer) are compared by content, larger ones by size."""
-Files = Mapping[Path, tuple[int, str | None]]
-"""(size in bytes, SHA-256) by path; None instead of a SHA-256 that is not compared."""
+MAX_HASHED_BYTES = 1 << 25
+"""Largest file (model configuration, tokenizer) that is compared by content; larger files are compared by size."""
+FileFingerprints = Mapping[Path, tuple[int, str | None]]
+"""(size in bytes, SHA-256) by path; None without a hash."""
 
 
-def described(paths: Iterable[Path]) -> dict[Path, tuple[int, str | None]]:
-    """The files as this process sees them."""
+def fingerprint_files(paths: Iterable[Path]) -> dict[Path, tuple[int, str | None]]:
+    """Fingerprint the files as this process sees them."""
     sizes = {path: path.stat().st_size for path in paths}
-    return {path: (size, _digest(path) if size <= HASHED_BYTES else None) for path, size in sizes.items()}
+    return {path: (size, _digest(path) if size <= MAX_HASHED_BYTES else None) for path, size in sizes.items()}
 
 
-class Answers(NamedTuple):
-    """What nodes answer."""
+class SharedFolderReport(NamedTuple):
+    """Responses of the nodes."""
 
-    unshared: str | None
-    """What is wrong with the folder."""
-    lacking: dict[str, list[str]]
-    """By the name of a group of files, the nodes that lack such a file or have another one in its place."""
+    folder_problem: str | None
+    """The problem of the folder, if any."""
+    nodes_missing_files: dict[str, list[str]]
+    """Nodes that lack a file, or have a different one, by the group of the file."""
 
 
-class Question:
-    """Asks nodes whether they share a folder: each reads a file of this process and writes one of its own. In the same
-    pass it looks for the files of `needed`, which are grouped by the name that a user gives them."""
+class SharedFolderProbe:
+    """Ask nodes whether they share a folder: each reads a file of this process and writes its own. The same task checks
+    the files of `required_files`, grouped by their setting."""
 
-    def __init__(self, folder: Path, nodes: Mapping[str, str], needed: Mapping[str, Files]):
-        """`nodes`: what they are called, by id."""
+    def __init__(self, folder: Path, nodes: Mapping[str, str], required_files: Mapping[str, FileFingerprints]):
+        """`access_by_node`: names of the nodes by id."""
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        self._folder, self._nodes, self._needed = folder, nodes, needed
+        self._folder, self._nodes, self._required_files = folder, nodes, required_files
         folder.mkdir(parents=True, exist_ok=True)
         self._marker = folder / f".shared-{uuid.uuid4().hex}"
         self._marker.write_text(self._marker.name)
-        answer = ray.remote(num_cpus=0, max_retries=0)(answer_here)
-        self._asked = {
-            answer.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
-                str(self._marker), f"{self._marker}-{node}", needed
+        probe_task = ray.remote(num_cpus=0, max_retries=0)(probe_node)
+        self._pending_tasks = {
+            probe_task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                str(self._marker), f"{self._marker}-{node}", required_files
             ): node
             for node in nodes
         }
 
-    def is_answered(self, seconds: float) -> bool:
-        """Wait so long at most until all have answered, or are gone."""
+    def wait_until_answered(self, timeout_s: float) -> bool:
+        """Wait up to `timeout_s` until all nodes have responded or left."""
         import ray
 
-        return not ray.wait(list(self._asked), num_returns=len(self._asked), timeout=seconds)[1]
+        return not ray.wait(list(self._pending_tasks), num_returns=len(self._pending_tasks), timeout=timeout_s)[1]
 
-    def answers(self) -> Answers:
-        """Those that are there; nodes that have not answered, or are gone, are left out."""
+    def collect_report(self) -> SharedFolderReport:
+        """Collect the responses; nodes that have not responded, or have left, are excluded."""
         import ray
 
-        answered, _ = ray.wait(list(self._asked), num_returns=len(self._asked), timeout=0)
-        found = {self._asked[one]: result for one in answered if (result := _result(one)) is not None}
-        shares = {self._nodes[node]: (read, _seen(Path(f"{self._marker}-{node}"))) for node, (read, _) in found.items()}
-        lack = {what: sorted(self._nodes[node] for node in found if what in found[node][1]) for what in self._needed}
-        return Answers(unshared(self._folder, shares), {what: names for what, names in lack.items() if names})
+        ready, _ = ray.wait(list(self._pending_tasks), num_returns=len(self._pending_tasks), timeout=0)
+        node_results = {
+            self._pending_tasks[task]: result for task in ready if (result := _get_answer(task)) is not None
+        }
+        folder_access = {
+            self._nodes[node]: (read, _wait_for_file(Path(f"{self._marker}-{node}")))
+            for node, (read, _) in node_results.items()
+        }
+        missing = {
+            group: sorted(self._nodes[node] for node in node_results if group in node_results[node][1])
+            for group in self._required_files
+        }
+        return SharedFolderReport(
+            find_folder_problem(self._folder, folder_access),
+            {group: names for group, names in missing.items() if names},
+        )
 
     def close(self) -> None:
         for path in self._folder.glob(f"{self._marker.name}*"):
             path.unlink(missing_ok=True)
 
 
-def nodes_up() -> dict[str, str]:
-    """What the nodes of the cluster that are up are called, by id; none where this process is connected to none."""
+def live_node_names() -> dict[str, str]:
+    """Names of the live nodes by id; empty if this process is not connected."""
     import ray
 
     if not ray.is_initialized():
@@ -176,62 +200,65 @@ def nodes_up() -> dict[str, str]:
     }
 
 
-def shared(folder: Path, needed: Mapping[str, Files] | None = None) -> dict[str, list[str]]:
-    """Raise `UserError` if some node of the Ray cluster does not share `folder`.
-
-    Workers there would read nothing, or write checkpoints that no other node sees. Returns the nodes that lack files of
-    `needed`, by the name of their group; see `Question`.
-    """
-    nodes = nodes_up()
-    if len(nodes) < 2:  # there is only this machine
+def check_shared_folder(
+    folder: Path, required_files: Mapping[str, FileFingerprints] | None = None
+) -> dict[str, list[str]]:
+    """Raise `UserError` if a node of the cluster does not share `folder`: its workers could not read it, or would write
+    checkpoints that no other node sees. Return the nodes that lack files of `required_files`, by group; see
+    `SharedFolderProbe`."""
+    nodes = live_node_names()
+    if len(nodes) < 2:  # a single node
         return {}
-    question = Question(folder, nodes, needed or {})
+    probe = SharedFolderProbe(folder, nodes, required_files or {})
     try:
-        question.is_answered(ANSWER_S)
-        answers = question.answers()
+        probe.wait_until_answered(RESPONSE_TIMEOUT_S)
+        report = probe.collect_report()
     finally:
-        question.close()
-    if answers.unshared:
-        raise UserError(answers.unshared, code="not_shared")
-    return answers.lacking
+        probe.close()
+    if report.folder_problem:
+        raise UserError(report.folder_problem, code="not_shared")
+    return report.nodes_missing_files
 
 
-def unreadable(field: str, what: str, nodes: Sequence[str]) -> Problem:
-    """The problem of a setting `field` whose file `what` these nodes lack."""
-    named = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
-    reason = f"cannot be read, or is another file, on {'node' if len(nodes) == 1 else 'nodes'} {named}"
-    return Problem(field, what, reason, "put it on storage that every node mounts (NFS, EFS)", code="not_shared")
+def unreadable_file_problem(field: str, file: str, nodes: Sequence[str]) -> Problem:
+    """Problem of the setting `field`, whose file `file` is missing on these nodes."""
+    node_names = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
+    reason = f"is unreadable or different on {'node' if len(nodes) == 1 else 'nodes'} {node_names}"
+    return Problem(field, file, reason, "put it on storage that every node mounts (NFS, EFS)", code="not_shared")
 
 
-def unshared(folder: Path, nodes: Mapping[str, tuple[bool, bool]]) -> str | None:
-    """What is wrong with a folder, or None. `nodes` says of each node whether it read our file, and we its file.
-
-    Nodes that have gone meanwhile are not among them, since they did not answer.
-    """
-    apart = [name for name, answer in nodes.items() if not all(answer)]
-    if not apart:
+def find_folder_problem(folder: Path, access_by_node: Mapping[str, tuple[bool, bool]]) -> str | None:
+    """The problem of a folder, or None. `access_by_node` says for each node whether it read the marker, and whether its
+    reply was read here. Nodes that left meanwhile are missing from it."""
+    unshared_nodes = [name for name, answer in access_by_node.items() if not all(answer)]
+    if not unshared_nodes:
         return None
     return (
-        f"--out: {folder} is another folder on {len(apart)} of {len(nodes)} nodes ({', '.join(sorted(apart)[:5])}). "
+        f"--out: {folder} is a different folder on {len(unshared_nodes)} of {len(access_by_node)} nodes "
+        f"({', '.join(sorted(unshared_nodes)[:5])}). "
         "Name one on storage that every node mounts (NFS, EFS)."
     )
 
 
-def answer_here(marker: str, own: str, needed: Mapping[str, Files]) -> tuple[bool, list[str]]:
-    """What a node answers: whether it sees the file `marker`, and the names of the files in `needed` that it lacks.
+def probe_node(
+    marker_path: str, reply_path: str, required_files: Mapping[str, FileFingerprints]
+) -> tuple[bool, list[str]]:
+    """Task on a node: whether it sees the file `marker_path`, and the names of the files in `required_files` that it
+    lacks. A node that sees the marker writes the file `reply_path` beside it."""
+    missing = [
+        group
+        for group, files in required_files.items()
+        if not all(_matches_fingerprint(path, *file) for path, file in files.items())
+    ]
+    if not _wait_for_file(Path(marker_path)):
+        return False, missing
+    Path(reply_path).write_text(Path(reply_path).name)
+    return True, missing
 
-    A node that sees the marker writes the file `own` beside it.
-    """
-    lacking = [what for what, files in needed.items() if not all(_same(path, *known) for path, known in files.items())]
-    if not _seen(Path(marker)):
-        return False, lacking
-    Path(own).write_text(Path(own).name)
-    return True, lacking
 
-
-def _same(path: Path, size: int, sha256: str | None) -> bool:
+def _matches_fingerprint(path: Path, size: int, sha256: str | None) -> bool:
     try:
-        with path.open("rb"):  # a file may exist and not be readable
+        with path.open("rb"):  # a file may exist and be unreadable
             return path.stat().st_size == size and sha256 in (None, _digest(path))
     except OSError:
         return False
@@ -242,38 +269,40 @@ def _digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _seen(path: Path) -> bool:
-    for _ in range(LOOKS):
+def _wait_for_file(path: Path) -> bool:
+    for _ in range(FILE_CHECK_ATTEMPTS):
         if path.is_file() and path.read_text() == path.name:
             return True
         time.sleep(1.0)
     return False
 
 
-def _result(reference: Any) -> tuple[bool, list[str]] | None:
-    """A node's answer, or None if the node has gone. An error on the node (it cannot read or write) counts as no."""
+def _get_answer(reference: Any) -> tuple[bool, list[str]] | None:
+    """The response of a node, or None if the node has left. An error on the node counts as no."""
     import ray
 
     try:
-        read, lacking = ray.get(reference)
-        return bool(read), list(lacking)
+        is_shared, missing = ray.get(reference)
+        return bool(is_shared), list(missing)
     except ray.exceptions.RayTaskError:
         return False, []
     except ray.exceptions.RayError:
         return None
 
 
-class Short(UserError):
-    """A disk has too little space, until some is freed."""
+class InsufficientDiskSpace(UserError):
+    """The disk is too full; temporary until space is freed."""
 
 
-def disk(folder: Path, needed: int) -> None:
-    """Raise `Short` if the disk of `folder` has less than `needed` bytes free for a run's checkpoints."""
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    free = shutil.disk_usage(existing).free
-    if free < needed:
-        raise Short(
-            f"{existing} has {free / 1e6:,.0f} MB free; this run may write {needed / 1e6:,.0f} MB. "
+def check_disk_space(folder: Path, required_bytes: int) -> None:
+    """Raise `InsufficientDiskSpace` if the disk of `folder` has less than `required_bytes` free for a run's
+    checkpoints."""
+    existing_parent = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    free_bytes = shutil.disk_usage(existing_parent).free
+    if free_bytes < required_bytes:
+        raise InsufficientDiskSpace(
+            f"{existing_parent} has {free_bytes / 1e6:,.0f} MB free; this run may write {required_bytes / 1e6:,.0f} "
+            "MB. "
             "Free some space, or name another disk with --out.",
             code="disk_full",
         )

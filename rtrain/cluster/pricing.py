@@ -1,7 +1,7 @@
-"""What an hour of a node costs, and how often a spot node is taken away: a table that the user edits.
+"""Hourly prices and interruption rates of nodes: a table that the user may edit.
 
-Without a file (`cluster.prices`), prices on demand are those of `cluster.instances` and of the cluster's file
-(`metadata: {prices: ...}`). A plan, a run's report and a search's budget count by the same table.
+Without a file (`cluster.prices`), prices are those of `cluster.instance_types` and of the cluster file (`metadata:
+{prices: ...}`). Plans, reports and search budgets use the same table.
 """
 
 import math
@@ -12,77 +12,82 @@ from typing import Any, Final
 
 import yaml
 
-from rtrain.cluster.checks.yaml_document import mapping, number
+from rtrain.cluster.checks.yaml_document import require_mapping, require_number
 from rtrain.cluster.instance_types import INSTANCES
 from rtrain.core.errors import ConfigError, Problem
 
-WORKER: Final = "worker"
-"""The name by which a file has the price of a worker's hour."""
-SPOT: Final = 0.4
-"""Spot price as a share of that on demand, where no file says it: an assumption. It changes by the hour."""
-INTERRUPTIONS: Final = 0.01
-"""How often a spot node is taken away in an hour, where no file says it: an assumption, once in four days. Clouds
-publish less than 5 % to more than 20 % in a month by type, and GPUs are taken more often."""
+WORKER_KEY: Final = "worker"
+"""Key of the price of a worker hour."""
+DEFAULT_SPOT_RATIO: Final = 0.4
+"""Spot price as a share of the on-demand price, an assumption for types without a price. It changes hourly."""
+DEFAULT_INTERRUPTION_RATE: Final = 0.01
+"""Interruptions of a spot node per hour, an assumption: once in four days. Clouds publish less than 5 % to more than 20
+% per month by type; GPUs are interrupted more often."""
 
 
 @dataclass(frozen=True)
 class Price:
-    """What an hour of a node costs."""
+    """Hourly price of a node."""
 
     on_demand: float
     spot: float
     interruptions: float
-    """Expected in an hour of a spot node."""
+    """Expected interruptions per spot node and hour."""
 
-    def hourly(self, *, is_spot: bool) -> float:
+    def hourly_price(self, *, is_spot: bool) -> float:
         return self.spot if is_spot else self.on_demand
 
 
-def table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Price]:
-    """Prices by name of the instance type: list prices, replaced by `user_prices`. Raises `ConfigError`."""
-    return {one.name: of(one.dollars) for one in INSTANCES} | user_prices(file, metadata)
-
-
-def user_prices(file: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, Price]:
-    """The user's prices: those of a cluster's file, by its `metadata`, replaced by those of the file of prices. Raises
-    `ConfigError` with every entry that is no price."""
-    prices = mapping(mapping(metadata, "metadata").get("prices"), "metadata.prices")
-    found = {str(name): of(number(dollars, f"metadata.prices.{name}")) for name, dollars in prices.items()}
-    return found if file is None else found | read(file)
-
-
-def of(on_demand: float, spot: float | None = None, interruptions: float | None = None) -> Price:
-    return Price(
-        on_demand,
-        SPOT * on_demand if spot is None else spot,
-        INTERRUPTIONS if interruptions is None else interruptions,
+def load_price_table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Price]:
+    """Prices by instance type: list prices, overridden by `load_user_prices`. Raises `ConfigError`."""
+    return {instance.name: make_price(instance.dollars_per_hour) for instance in INSTANCES} | load_user_prices(
+        file, metadata
     )
 
 
-NAMES: Final = ("on_demand", "spot", "interruptions")
+def load_user_prices(file: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, Price]:
+    """The user's prices: from the `metadata` of a cluster file, overridden by the price file. Raises `ConfigError` for
+    every invalid entry."""
+    metadata_prices = require_mapping(require_mapping(metadata, "metadata").get("prices"), "metadata.prices")
+    parsed_prices = {
+        str(name): make_price(require_number(dollars, f"metadata.prices.{name}"))
+        for name, dollars in metadata_prices.items()
+    }
+    return parsed_prices if file is None else parsed_prices | read_price_file(file)
 
 
-def read(file: Path) -> dict[str, Price]:
-    """The prices of a YAML file: for each instance type `on_demand`, and perhaps `spot` and `interruptions`. What is
-    there by the name `worker` is the price of a worker's hour, whatever it runs on. Raises `ConfigError`."""
+def make_price(on_demand: float, spot: float | None = None, interruptions: float | None = None) -> Price:
+    return Price(
+        on_demand,
+        DEFAULT_SPOT_RATIO * on_demand if spot is None else spot,
+        DEFAULT_INTERRUPTION_RATE if interruptions is None else interruptions,
+    )
+
+
+PRICE_KEYS: Final = ("on_demand", "spot", "interruptions")
+
+
+def read_price_file(file: Path) -> dict[str, Price]:
+    """Read the prices of a YAML file: for each instance type `on_demand`, optionally `spot` and `interruptions`. The
+    entry `worker` is the price of a worker hour on any node. Raises `ConfigError`."""
     if not file.is_file():
         fix = "write one with rtrain plan --write-prices FILE, or name none: --set cluster.prices=null"
         raise ConfigError([Problem("cluster.prices", str(file), "no such file", fix, code="not_found")])
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, a date that the calendar has not
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid bytes or dates
         raise ConfigError(
             [Problem("cluster.prices", str(file), f"no YAML ({error})", "write it again", code="unreadable")]
         ) from None
-    found: dict[str, Price] = {}
+    prices: dict[str, Price] = {}
     problems: list[Problem] = []
     for name, entry in (document if isinstance(document, dict) else {None: document}).items():
         entry = entry if isinstance(entry, dict) else {}
-        sound = "on_demand" in entry and entry.keys() <= set(NAMES) and all(map(_is_price, entry.values()))
-        if sound:
-            found[str(name)] = of(**entry)
+        is_valid = "on_demand" in entry and entry.keys() <= set(PRICE_KEYS) and all(map(_is_price, entry.values()))
+        if is_valid:
+            prices[str(name)] = make_price(**entry)
         else:
-            reason = f"{name} has no numbers from 0 on by the names {', '.join(NAMES)}, the first of which it needs"
+            reason = f"{name} needs non-negative numbers {', '.join(PRICE_KEYS)}; {PRICE_KEYS[0]} is required"
             problems.append(
                 Problem(
                     "cluster.prices",
@@ -94,27 +99,27 @@ def read(file: Path) -> dict[str, Price]:
             )
     if problems:
         raise ConfigError(problems)
-    return found
+    return prices
 
 
 def _is_price(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
-HEAD: Final = """\
+FILE_HEADER: Final = """\
 # Prices for `rtrain plan --prices` and for the setting `cluster.prices`: by instance type, in dollars an hour.
 #   on_demand      as listed; AWS in us-west-2, Google in us-central1, Azure in westus2
-#   spot           an assumption: {spot:g} of it. Look it up, it changes by the hour and the zone
-#   interruptions  how often a spot node is taken away in an hour: an assumption
-# On machines of your own, write what an hour of one worker costs: worker: {{on_demand: 0.04}}
+#   spot           an assumption: {spot:g} of it. It changes by the hour and the zone
+#   interruptions  interruptions of a spot node per hour: an assumption
+# On your own machines, write the price of a worker hour: worker: {{on_demand: 0.04}}
 """
 
 
-def text(prices: Mapping[str, Price]) -> str:
-    """The table as a file that `read` takes."""
+def format_price_file(prices: Mapping[str, Price]) -> str:
+    """Format the table as a file for `read_price_file`."""
     lines = [
         f"{name}: {{on_demand: {price.on_demand:g}, spot: {round(price.spot, 4):g}, "
         f"interruptions: {price.interruptions:g}}}"
         for name, price in prices.items()
     ]
-    return HEAD.format(spot=SPOT) + "\n".join(lines) + "\n"
+    return FILE_HEADER.format(spot=DEFAULT_SPOT_RATIO) + "\n".join(lines) + "\n"

@@ -1,15 +1,13 @@
-"""Listens for the notice that a spot node is about to be taken away, and drains the node until then.
+"""Wait for the preemption notice of a spot node, and drain the node before it ends.
 
-    python -m rtrain.cluster.spot_watcher aws|gcp|azure [--address HOST:PORT] [--on-rebalance drain]
-    python -m rtrain.cluster.spot_watcher now --seconds 60 [--wait]
+python -m rtrain.cluster.spot_watcher aws|gcp|azure [--address HOST:PORT] [--on-rebalance drain]
+python -m rtrain.cluster.spot_watcher now --seconds 60 [--wait]
 
-A background line of a cluster's file starts it on each spot node, each time that Ray is started there. It ends the one
-that it finds, which `ray stop` leaves running and which may know the address of a head that is gone.
-
-Where a node is drained, a run writes a checkpoint after its coming update and goes on without it, so that no update is
-lost. `now` drains at once: for what ends a node by other means, such as a pod's preStop.
-
-Until the notice nothing is imported but this module and the standard library: it runs beside a training for days.
+A background command of a cluster file starts it on each spot node whenever Ray starts there. It stops a previous
+watcher, which `ray stop` leaves running and which may know the address of a head that is gone. When a node drains, a
+run saves a checkpoint after the current step and resumes without the node, so that no step is lost. `now` drains at
+once, for other ways to stop a node, such as a pod's preStop hook. Until the notice only this module and the standard
+library are imported: it runs beside a training for days.
 """
 
 import argparse
@@ -31,45 +29,45 @@ from pathlib import Path
 from typing import IO, NamedTuple, NoReturn
 
 LINK_LOCAL = "http://169.254.169.254"
-ANSWER_S = 2.0
-"""Seconds for an answer of the metadata service, which is on the machine itself."""
-DRAIN_S = 10.0
-"""Seconds for an answer of the head."""
-RETRY_S = 1.0
-GONE_S = 5.0
-"""Seconds in which the processes of a pod's node may still come up, where it is told to go as it starts."""
-TAKE_S = 10.0
-"""Seconds in which a watcher that is there must end."""
-TOKEN_S = 21600
+METADATA_TIMEOUT_S = 2.0
+"""Timeout in seconds of the metadata service, which is local."""
+DRAIN_TIMEOUT_S = 10.0
+"""Timeout in seconds of the head."""
+RETRY_INTERVAL_S = 1.0
+STARTUP_GRACE_S = 5.0
+"""Seconds in which a pod's Ray processes may still start, if the drain request comes first."""
+LOCK_TIMEOUT_S = 10.0
+"""Seconds in which a previous watcher must end."""
+TOKEN_TTL_S = 21600
 
 
-class Notice(NamedTuple):
-    """What a cloud has said about this machine."""
+class PreemptionNotice(NamedTuple):
+    """A notice of the cloud about this machine."""
 
-    what: str
+    reason: str
     deadline: float
     """Seconds since 1970."""
     is_final: bool = True
-    """Whether the machine will be taken away. Else it only may be, some time."""
+    """Whether the machine will be preempted; otherwise it only may be."""
 
 
-Look = Callable[[], Notice | None]
-"""Asks a cloud's metadata service once. Raises OSError where it does not answer."""
+Poller = Callable[[], PreemptionNotice | None]
+"""Polls a cloud's metadata service once. Raises OSError if it does not respond."""
 
 
-class Service:
-    """A metadata service at `base`. No proxy is asked: the address is the machine's own."""
+class MetadataService:
+    """A metadata service at `base_url`, without proxy: the address is local."""
 
-    def __init__(self, base: str = LINK_LOCAL):
-        self._base = base.rstrip("/")
+    def __init__(self, base_url: str = LINK_LOCAL):
+        self._base_url = base_url.rstrip("/")
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
-    def ask(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
-        """The answer's text; None where there is nothing at that path (404)."""
-        request = urllib.request.Request(f"{self._base}{path}", headers=dict(headers), method=method)
+    def fetch(self, path: str, headers: Mapping[str, str], method: str = "GET") -> str | None:
+        """The response text; None for status 404."""
+        request = urllib.request.Request(f"{self._base_url}{path}", headers=dict(headers), method=method)
         try:
-            with self._opener.open(request, timeout=ANSWER_S) as answer:
-                return str(answer.read(1 << 20).decode("utf-8"))
+            with self._opener.open(request, timeout=METADATA_TIMEOUT_S) as response:
+                return str(response.read(1 << 20).decode("utf-8"))
         except urllib.error.HTTPError as error:
             with error:
                 if error.code == 404:
@@ -78,146 +76,168 @@ class Service:
 
 
 @dataclass
-class Aws:
-    """EC2, by version 2 of its metadata service: two minutes' notice, and a recommendation to leave before that."""
+class AwsPoller:
+    """EC2 instance metadata, version 2: two minutes' notice, and an earlier rebalance recommendation."""
 
-    service: Service
+    service: MetadataService
     _token: str | None = field(default=None, init=False)
 
-    def __call__(self) -> Notice | None:
-        if (told := self._get("/latest/meta-data/spot/instance-action")) is not None:
-            action = json.loads(told)
-            return Notice(f"spot {action['action']}", _iso(action["time"]))
-        if (told := self._get("/latest/meta-data/events/recommendations/rebalance")) is not None:
-            return Notice("rebalance recommended", _iso(json.loads(told)["noticeTime"]), is_final=False)
+    def __call__(self) -> PreemptionNotice | None:
+        if (body := self._get("/latest/meta-data/spot/instance-action")) is not None:
+            action = json.loads(body)
+            return PreemptionNotice(f"spot {action['action']}", _parse_iso_time(action["time"]))
+        if (body := self._get("/latest/meta-data/events/recommendations/rebalance")) is not None:
+            return PreemptionNotice(
+                "rebalance recommended", _parse_iso_time(json.loads(body)["noticeTime"]), is_final=False
+            )
         return None
 
     def _get(self, path: str) -> str | None:
-        for last in (False, True):
+        for is_last_try in (False, True):
             if self._token is None:
-                life = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_S)}
-                self._token = self.service.ask("/latest/api/token", life, method="PUT")
+                ttl_header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
+                self._token = self.service.fetch("/latest/api/token", ttl_header, method="PUT")
             try:
-                return self.service.ask(path, {"X-aws-ec2-metadata-token": self._token or ""})
+                return self.service.fetch(path, {"X-aws-ec2-metadata-token": self._token or ""})
             except urllib.error.HTTPError as error:
-                if error.code != 401 or last:
+                if error.code != 401 or is_last_try:
                     raise
-                self._token = None  # it has run out
+                self._token = None  # the token expired
         raise AssertionError("the second answer is given or raised")
 
 
 @dataclass
-class Gcp:
-    """Compute Engine: it says that it has begun to end the machine, 30 seconds before it is gone."""
+class GcpPoller:
+    """Compute Engine: reports a preemption 30 seconds before the machine is gone."""
 
-    service: Service
-    seconds: float = 30.0
+    service: MetadataService
+    notice_s: float = 30.0
 
-    def __call__(self) -> Notice | None:
-        told = self.service.ask("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
-        return Notice("preempted", time.time() + self.seconds) if told and told.strip() == "TRUE" else None
+    def __call__(self) -> PreemptionNotice | None:
+        body = self.service.fetch("/computeMetadata/v1/instance/preempted", {"Metadata-Flavor": "Google"})
+        return PreemptionNotice("preempted", time.time() + self.notice_s) if body and body.strip() == "TRUE" else None
 
 
 @dataclass
-class Azure:
-    """Scheduled events of a virtual machine: a spot eviction is told 30 seconds before."""
+class AzurePoller:
+    """Azure scheduled events: a spot eviction is announced 30 seconds before."""
 
-    service: Service
-    seconds: float = 30.0
-    _name: str | None = field(default=None, init=False)
+    service: MetadataService
+    notice_s: float = 30.0
+    _instance_name: str | None = field(default=None, init=False)
 
-    def __call__(self) -> Notice | None:
-        told = self._get("/metadata/scheduledevents?api-version=2020-07-01")
-        for event in json.loads(told or "{}").get("Events", []):
-            if event.get("EventType") in ("Preempt", "Terminate") and self._is_ours(event.get("Resources") or []):
-                before = event.get("NotBefore")
-                deadline = parsedate_to_datetime(before).timestamp() if before else time.time() + self.seconds
-                return Notice(f"scheduled event {event['EventType']}", deadline)
+    def __call__(self) -> PreemptionNotice | None:
+        body = self._get("/metadata/scheduledevents?api-version=2020-07-01")
+        for event in json.loads(body or "{}").get("Events", []):
+            if event.get("EventType") in ("Preempt", "Terminate") and self._names_this_instance(
+                event.get("Resources") or []
+            ):
+                not_before = event.get("NotBefore")
+                deadline = parsedate_to_datetime(not_before).timestamp() if not_before else time.time() + self.notice_s
+                return PreemptionNotice(f"scheduled event {event['EventType']}", deadline)
         return None
 
-    def _is_ours(self, resources: Sequence[str]) -> bool:
-        if self._name is None:
-            self._name = self._get("/metadata/instance/compute/name?api-version=2021-02-01&format=text")
-        return not resources or self._name is None or self._name in resources
+    def _names_this_instance(self, resources: Sequence[str]) -> bool:
+        if self._instance_name is None:
+            self._instance_name = self._get("/metadata/instance/compute/name?api-version=2021-02-01&format=text")
+        return not resources or self._instance_name is None or self._instance_name in resources
 
     def _get(self, path: str) -> str | None:
-        return self.service.ask(path, {"Metadata": "true"})
+        return self.service.fetch(path, {"Metadata": "true"})
 
 
-def _iso(text: str) -> float:
+def _parse_iso_time(text: str) -> float:
     return datetime.fromisoformat(text).timestamp()
 
 
-class Cloud(NamedTuple):
-    look: Callable[[Service], Look]
-    every_s: float
-    """How long after a look the next one comes: a small part of the notice."""
+class CloudPolling(NamedTuple):
+    make_poller: Callable[[MetadataService], Poller]
+    interval_s: float
+    """Polling interval: a small fraction of the notice period."""
 
 
-CLOUDS = {"aws": Cloud(Aws, 2.0), "gcp": Cloud(Gcp, 1.0), "azure": Cloud(Azure, 1.0)}
+CLOUDS = {
+    "aws": CloudPolling(AwsPoller, 2.0),
+    "gcp": CloudPolling(GcpPoller, 1.0),
+    "azure": CloudPolling(AzurePoller, 1.0),
+}
 
 
-def wait(look: Look, every_s: float, say: Callable[[str], None], final: Callable[[Notice], bool]) -> Notice:
-    """Look until there is a notice that counts as `final`; others are said once, as are failures of the service."""
-    said: set[str] = set()
+def poll_until_notice(
+    poll: Poller, interval_s: float, log: Callable[[str], None], is_final: Callable[[PreemptionNotice], bool]
+) -> PreemptionNotice:
+    """Poll until a notice satisfies `is_final`; other notices and failures of the service are logged once."""
+    logged_messages: set[str] = set()
 
-    def once(text: str) -> None:
-        if text not in said:
-            said.add(text)
-            say(text)
+    def log_once(text: str) -> None:
+        if text not in logged_messages:
+            logged_messages.add(text)
+            log(text)
 
     while True:
         try:
-            notice = look()
-        except Exception as error:  # whatever it answers: nobody would start the watcher again
-            once(f"the metadata service does not answer as expected ({type(error).__name__}: {error}); asking on")
+            notice = poll()
+        except Exception as error:  # of any kind: nobody would restart the watcher
+            log_once(f"the metadata service failed ({type(error).__name__}: {error}); retrying")
         else:
-            if notice is not None and final(notice):
+            if notice is not None and is_final(notice):
                 return notice
             if notice is not None:
-                once(f"{notice.what}: nothing is done before the notice itself")
-        time.sleep(every_s)
+                log_once(f"{notice.reason}: ignored until the notice")
+        time.sleep(interval_s)
 
 
-def drain(notice: Notice, address: str | None, say: Callable[[str], None], gone_s: float | None = None) -> list[str]:
-    """Have this machine's node drained, trying again until the deadline. Returns the ids of the nodes. With `gone_s` it
-    tries no longer than so many seconds where no process of a node is here: nothing is left to drain."""
+def drain_node(
+    notice: PreemptionNotice, address: str | None, log: Callable[[str], None], startup_grace_s: float | None = None
+) -> list[str]:
+    """Drain this machine's node, with retries until the deadline. Returns the node ids. With `startup_grace_s` it gives
+    up after that time if no Ray process runs here: there is nothing to drain."""
     from rtrain import ray_internals  # the first heavy import: Ray
 
-    began = time.monotonic()
+    start_time = time.monotonic()
     while True:
         try:
-            head = address or ray_internals.running_here()
-            instance = os.environ.get("RAY_CLOUD_INSTANCE_ID")
-            found = ray_internals.drain(head, instance, notice.what, notice.deadline, DRAIN_S) if head else []
-            why = "no node of a cluster runs here"
-        except Exception as error:  # whatever it is: there is a deadline, and nothing else to do
-            found, why = [], f"{type(error).__name__}: {error}"
-        if found:
-            say(f"drained until {_clock(notice.deadline)}: {', '.join(found)}")
-            return found
-        is_gone = gone_s is not None and time.monotonic() - began >= gone_s and not ray_internals.nodes_here()
-        if is_gone or time.time() + RETRY_S > notice.deadline:
-            say(f"not drained: {why}")
+            head_address = address or ray_internals.local_cluster_address()
+            instance_id = os.environ.get("RAY_CLOUD_INSTANCE_ID")
+            node_ids = (
+                ray_internals.drain_local_nodes(
+                    head_address, instance_id, notice.reason, notice.deadline, DRAIN_TIMEOUT_S
+                )
+                if head_address
+                else []
+            )
+            failure = "no Ray node runs on this machine"
+        except Exception as error:  # of any kind: retry until the deadline
+            node_ids, failure = [], f"{type(error).__name__}: {error}"
+        if node_ids:
+            log(f"drained until {_format_time(notice.deadline)}: {', '.join(node_ids)}")
+            return node_ids
+        is_gone = (
+            startup_grace_s is not None
+            and time.monotonic() - start_time >= startup_grace_s
+            and not ray_internals.local_node_ids()
+        )
+        if is_gone or time.time() + RETRY_INTERVAL_S > notice.deadline:
+            log(f"not drained: {failure}")
             return []
-        time.sleep(RETRY_S)
+        time.sleep(RETRY_INTERVAL_S)
 
 
-def take_over(lock: IO[str], say: Callable[[str], None]) -> bool:
-    """Lock the file and write this process's id into it, after the process that holds it has been ended. Returns
-    whether that was possible."""
-    end = time.monotonic() + TAKE_S
+def acquire_lock(lock: IO[str], log: Callable[[str], None]) -> bool:
+    """Lock the file and write this process's id into it, after stopping the process that holds it. Returns whether that
+    succeeded."""
+    deadline = time.monotonic() + LOCK_TIMEOUT_S
     while True:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            holder = lock.read().strip()
-            if time.monotonic() > end or not holder.isdigit():
-                say(f"another watcher runs here and does not end: process {holder or 'unknown'} holds {lock.name}")
+            holder_pid = lock.read().strip()
+            if time.monotonic() > deadline or not holder_pid.isdigit():
+                log(f"another watcher does not stop: process {holder_pid or 'unknown'} holds {lock.name}")
                 return False
             with suppress(ProcessLookupError):
-                os.kill(int(holder), signal.SIGTERM)
+                os.kill(int(holder_pid), signal.SIGTERM)
             time.sleep(0.1)
         else:
             lock.truncate(0)
@@ -226,58 +246,62 @@ def take_over(lock: IO[str], say: Callable[[str], None]) -> bool:
             return True
 
 
-def await_end(notice: Notice) -> None:
-    """Wait until the drained node's processes have ended, or its deadline has come."""
+def wait_for_node_exit(notice: PreemptionNotice) -> None:
+    """Wait until the drained node's processes have ended, or until the deadline."""
     from rtrain import ray_internals
 
-    while time.time() < notice.deadline and ray_internals.nodes_here():
-        time.sleep(RETRY_S)
+    while time.time() < notice.deadline and ray_internals.local_node_ids():
+        time.sleep(RETRY_INTERVAL_S)
 
 
-def _clock(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))
 
 
-def _say(text: str) -> None:
+def _log(text: str) -> None:
     sys.stderr.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} rtrain spot: {text}\n")
     sys.stderr.flush()
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Ends with 0 when the node has been drained, else with 1."""
+    """Exit with 0 once the node is drained, else with 1."""
     parser = argparse.ArgumentParser(
         prog="python -m rtrain.cluster.spot_watcher", description="Drain a spot node in time."
     )
     parser.add_argument("cloud", choices=[*CLOUDS, "now"])
-    parser.add_argument("--address", help="HOST:PORT of the head; default: that of the node that runs here")
+    parser.add_argument("--address", help="HOST:PORT of the head; default: the local node's")
     parser.add_argument("--metadata", default=LINK_LOCAL, help="address of the metadata service")
-    parser.add_argument("--every", type=float, help="seconds from one look to the next")
+    parser.add_argument("--every", type=float, help="polling interval in seconds")
     parser.add_argument("--seconds", type=float, default=60.0, help="now: seconds until the node is gone")
     parser.add_argument(
-        "--on-rebalance", choices=["log", "drain"], default="log", help="AWS: what a recommendation does"
+        "--on-rebalance", choices=["log", "drain"], default="log", help="AWS: action on a rebalance recommendation"
     )
     parser.add_argument("--lock", type=Path, default=Path(tempfile.gettempdir()) / "rtrain-spot.lock")
-    parser.add_argument("--wait", action="store_true", help="now: end when the node's processes have, or at its end")
-    given = parser.parse_args(arguments)
-    if given.cloud == "now":
-        notice = Notice("the node is ended", time.time() + given.seconds)
-        drained = drain(notice, given.address, _say, GONE_S)
-        if given.wait and drained:
-            await_end(notice)
-        sys.exit(0 if drained else 1)
-    given.lock.parent.mkdir(parents=True, exist_ok=True)
-    with given.lock.open("a+") as lock:
-        if not take_over(lock, _say):
+    parser.add_argument(
+        "--wait", action="store_true", help="now: exit once the node's processes have ended, or at the deadline"
+    )
+    options = parser.parse_args(arguments)
+    if options.cloud == "now":
+        notice = PreemptionNotice("the node is ended", time.time() + options.seconds)
+        drained_nodes = drain_node(notice, options.address, _log, STARTUP_GRACE_S)
+        if options.wait and drained_nodes:
+            wait_for_node_exit(notice)
+        sys.exit(0 if drained_nodes else 1)
+    options.lock.parent.mkdir(parents=True, exist_ok=True)
+    with options.lock.open("a+") as lock:
+        if not acquire_lock(lock, _log):
             sys.exit(1)
-        cloud = CLOUDS[given.cloud]
-        look, every = cloud.look(Service(given.metadata)), given.every or cloud.every_s
-        _say(f"asking {given.metadata} each {every:g} s")
-        notice = wait(look, every, _say, lambda one: one.is_final or given.on_rebalance == "drain")
-        seconds = notice.deadline - time.time()
-        _say(f"{notice.what}: {seconds:.0f} s from now" if notice.is_final else notice.what)
-        if not notice.is_final:  # it names the time at which it was given, not an end
-            notice = notice._replace(deadline=time.time() + given.seconds)
-        sys.exit(0 if drain(notice, given.address, _say) else 1)
+        cloud = CLOUDS[options.cloud]
+        poll, interval_s = cloud.make_poller(MetadataService(options.metadata)), options.every or cloud.interval_s
+        _log(f"asking {options.metadata} each {interval_s:g} s")
+        notice = poll_until_notice(
+            poll, interval_s, _log, lambda notice: notice.is_final or options.on_rebalance == "drain"
+        )
+        seconds_left = notice.deadline - time.time()
+        _log(f"{notice.reason}: {seconds_left:.0f} s from now" if notice.is_final else notice.reason)
+        if not notice.is_final:  # the time of the recommendation, not of an end
+            notice = notice._replace(deadline=time.time() + options.seconds)
+        sys.exit(0 if drain_node(notice, options.address, _log) else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Teacher -> student: the same loop, with the teacher's answers to the rows in the loss, and to rows without labels."""
+"""Distillation: the training loop with the teacher's logits in the loss, also for rows without labels."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
-from rtrain.compress import student, teacher as answers
+from rtrain.compress import student
+from rtrain.compress.teacher import TeacherQuery, answer_with_all_teachers
 from rtrain.config import Config
-from rtrain.config.recipe import OF_STUDENTS
-from rtrain.core import engines, events, json_files, run_folder as runs
+from rtrain.config.recipe import STUDENT_SETTINGS
+from rtrain.core import engines, events, json_files, run_folder
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.data import row_reader
 from rtrain.data.augment import word_replacement
@@ -22,31 +23,31 @@ from rtrain.runs import controller, prepare as runs_prepare, run_folders, worker
 from rtrain.tasks import base
 from rtrain.trainer import feature_distillation
 
-SCALES = ("mean", "std", "heads")
-"""Facts of a head that say what its outputs mean."""
+OUTPUT_SCALE_FACTS = ("mean", "std", "heads")
+"""Facts of a head that set the scale of its outputs."""
 
 
 @dataclass(frozen=True)
 class Teacher:
-    """The artefact that is learned from."""
+    """The artifact of a teacher."""
 
     folder: Path
-    made: artifact.Artifact
+    metadata: artifact.Artifact
 
     @classmethod
-    def read(cls, folder: Path) -> "Teacher":
-        """Raises `UserError` for an artefact that cannot teach."""
-        made = artifact.read(folder)
-        if not engines.get(made.engine).gradients:
-            raise UserError(f"{folder} is quantized; distil its float parent", code="already_quantized")
-        return cls(folder, made)
+    def load(cls, folder: Path) -> "Teacher":
+        """Read the artifact. Raises `UserError` for a quantized one."""
+        metadata = artifact.read_artifact(folder)
+        if not engines.get_engine(metadata.engine).has_gradients:
+            raise UserError(f"{folder} is quantized; distill its float parent", code="already_quantized")
+        return cls(folder, metadata)
 
-    def reads_alike(self, other: Path) -> bool:
-        """Whether a model's tokenizer is the teacher's own."""
-        return digests.tokenizer_digest(self.folder) == digests.tokenizer_digest(other)
+    def shares_tokenizer(self, model_folder: Path) -> bool:
+        """Whether a model has the teacher's tokenizer."""
+        return digests.hash_tokenizer(self.folder) == digests.hash_tokenizer(model_folder)
 
 
-def run(
+def run_distillation(
     config: Config,
     teacher_run: Path,
     folder: Path,
@@ -54,38 +55,45 @@ def run(
     on_event: controller.OnEvent | None = None,
     *,
     until: int | None = None,
-    workers: worker_group.Workers | None = None,
+    workers: worker_group.BaseWorkerGroup | None = None,
 ) -> tuple[Path, dict[str, Any]]:
-    """Distil the artefact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary.
-    `until` and `workers` are those of `driver.fit`.
+    """Distill the artifact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary.
 
-    A student that has come to its end is gated against its teacher; the document is the summary's `gate`.
+    A finished student is gated against its teacher; the summary has the document as `gate`.
+
+    Args:
+        until: see `end_step` of `rtrain.runs.controller.fit`.
+        workers: see `rtrain.runs.controller.fit`.
     """
-    teacher = Teacher.read(runs.artifact_of(teacher_run))
-    config = started(settled(config, folder, reuse), teacher, folder.parent)
-    source, say = None, on_event or (lambda event: None)
+    teacher = Teacher.load(run_folder.resolve_artifact(teacher_run))
+    config = derive_student_config(resolve_config(config, folder, reuse), teacher, folder.parent)
+    source, emit = None, on_event or (lambda event: None)
     if reuse != "resume":
-        source = checked(config, teacher, folder.parent)
-        run_folders.choose(folder, config, reuse)
-    say(events.doing("reading the rows", "rows"))
-    prepared = prepare(config, teacher, folder, reuse, source=source, on_event=say)
-    summary = controller.fit(prepared, until=until, workers=workers, on_event=on_event)
-    if prepared.run.finished:
+        source = check_config(config, teacher, folder.parent)
+        run_folders.choose_folder(folder, config, reuse)
+    emit(events.make_phase_event("reading the rows", "rows"))
+    prepared = prepare(config, teacher, folder, reuse, source=source, on_event=emit)
+    summary = controller.fit(prepared, end_step=until, workers=workers, on_event=on_event)
+    if prepared.run.is_finished:
         store, threads = prepared.store, config.deploy.serve.threads
-        # A trimmed student, or one by name, reads the rows as other tokens than its teacher.
-        whole = score.trained_from(teacher.folder, teacher.made, beside=store)
-        further = () if whole is None else (whole,)
-        both = gate.Sides(prepared.run.artifact, teacher.folder, store, whole, threads, further=further)
-        summary["gate"] = gate.run(both, config.recipe.gate, on_event=say)
-        gate.record(prepared.run.artifact, summary["gate"])
+        # A trimmed student, or a student with its own tokenizer, has other tokens than its teacher.
+        teacher_store = score.find_training_store(teacher.folder, teacher.metadata, sibling_store=store)
+        extra_stores = () if teacher_store is None else (teacher_store,)
+        request = gate.GateRequest(
+            prepared.run.artifact, teacher.folder, store, teacher_store, threads, extra_stores=extra_stores
+        )
+        summary["gate"] = gate.run_gate(request, config.recipe.gate, on_event=emit)
+        gate.record_verdict(prepared.run.artifact, summary["gate"])
     return prepared.run.folder, summary
 
 
-def checked(config: Config, teacher: Teacher, root: Path) -> row_reader.Source:
-    """The rows of a student whose configuration is `started`: the teacher's, as it read them. Raises one `ConfigError`
-    with everything that can be refused before Ray starts."""
-    source, weights = runs_prepare.check(config, root)
-    if problems := refused(config, teacher, weights):
+def check_config(config: Config, teacher: Teacher, root: Path) -> row_reader.DataSource:
+    """Check a student's configuration (`derive_student_config`) before Ray starts; returns its data source.
+
+    Raises one `ConfigError` with all problems.
+    """
+    source, weights = runs_prepare.check_run(config, root)
+    if problems := find_problems(config, teacher, weights):
         raise ConfigError(problems)
     return source
 
@@ -97,193 +105,218 @@ def prepare(
     reuse: run_folders.Reuse,
     *,
     tokens_root: Path | None = None,
-    source: row_reader.Source | None = None,
-    begun: bool = False,
+    source: row_reader.DataSource | None = None,
+    is_begun: bool = False,
     on_event: controller.OnEvent = lambda event: None,
-) -> runs_prepare.Prepared:
-    """As `preparing.prepare`, for a student whose configuration is `started`: its teacher answers the rows, where it
-    has not yet."""
-    weights = builder.resolve(config.recipe.model.name, tokens_root or folder.parent)
-    every = [
-        answers.Asked(one.folder, one.made, one.reads_alike(weights))
-        for one in (teacher, *co_teachers(config, teacher))
+) -> runs_prepare.PreparedRun:
+    """Prepare a student's run as `runs.prepare.prepare_run` does, and compute missing teacher logits.
+
+    `config` is the result of `derive_student_config`.
+    """
+    weights = builder.resolve_folder(config.recipe.model.name, tokens_root or folder.parent)
+    queries = [
+        TeacherQuery(model.folder, model.metadata, model.shares_tokenizer(weights))
+        for model in (teacher, *load_co_teachers(config, teacher))
     ]
-    taught = None
-    if (name := config.recipe.answers) is not None:
-        taught = partial(answers.teach_together, every, name, on_event=on_event)
-    prepared = runs_prepare.prepare(config, folder, reuse, tokens_root, source, taught, begun)
+    answer_rows = None
+    if (name := config.recipe.teacher_logits_key) is not None:
+        answer_rows = partial(answer_with_all_teachers, queries, name, on_event=on_event)
+    prepared = runs_prepare.prepare_run(config, folder, reuse, tokens_root, source, answer_rows, is_begun)
     return replace(prepared, teacher=teacher.folder)
 
 
-def settled(config: Config, folder: Path, reuse: run_folders.Reuse) -> Config:
-    """What to distil by: `config`, or a resumed student's own configuration with what `config` names."""
+def resolve_config(config: Config, folder: Path, reuse: run_folders.Reuse) -> Config:
+    """Return `config`, or for a resumed student its stored configuration with the explicit settings of `config`."""
     if reuse != "resume":
         return config
-    return runs_prepare.chosen(replace(config, named=config.named.difference(OF_STUDENTS)), folder, reuse)[1]
+    return runs_prepare.resolve_run_folder(
+        replace(config, explicit_settings=config.explicit_settings.difference(STUDENT_SETTINGS)), folder, reuse
+    )[1]
 
 
-def started(config: Config, teacher: Teacher, root: Path) -> Config:
-    """The configuration with what follows from the teacher, and with the model that the student starts from. That lies
-    beside the run, not in it: the run's folder is made once nothing is wrong."""
-    if problems := _of_words(config, teacher):
+def derive_student_config(config: Config, teacher: Teacher, root: Path) -> Config:
+    """Add the settings that follow from the teacher, and the model folder that the student starts from.
+
+    That folder lies beside the run's folder, which is created only after all checks.
+    """
+    if problems := _check_masked_lm(config, teacher):
         raise ConfigError(problems)
-    chosen, asked = config.recipe.distill, config.recipe.model.pooling
-    derived = {"train.epochs": chosen.epochs, "optim.lr": chosen.lr, "distill.teacher": teacher.made.version}
-    derived["distill.co_teachers"] = [one.made.version for one in co_teachers(config, teacher)]
-    if chosen.copies and not (chosen.copied and Path(chosen.copied).is_file()):
-        derived["distill.copied"] = str(word_replacement.ensure(config.recipe, root).absolute())
-    depth = None if chosen.student is not None else student.depth_of(teacher.folder)
-    document = json_files.read(teacher.folder / "config.json")
-    of = depth if depth is None else student.taken_from(chosen, document, depth)
-    derived["distill.teacher_layers"] = "all" if of == depth else of
-    if chosen.student is not None:
-        # The teacher's run has decided it for its own model.
-        way = {} if "model.pooling" in config.named else {"model.pooling": "auto"}
-        return configuration.with_overrides(config, {**derived, **way, "model.name": chosen.student})
-    # The teacher's head was trained on this pooling, and the student starts with that head.
-    pooled = teacher.made.facts.get(pooling.FACT, "own")
-    if asked not in ("auto", pooled):
-        fix = f"write {pooled}, or leave it out"
+    settings, pooling_setting = config.recipe.distill, config.recipe.model.pooling
+    derived = {"train.epochs": settings.epochs, "optim.lr": settings.lr, "distill.teacher": teacher.metadata.version}
+    derived["distill.co_teachers"] = [co_teacher.metadata.version for co_teacher in load_co_teachers(config, teacher)]
+    if settings.augmented_copies and not (
+        settings.augmented_rows_path and Path(settings.augmented_rows_path).is_file()
+    ):
+        derived["distill.augmented_rows_path"] = str(
+            word_replacement.build_or_open_copies(config.recipe, root).absolute()
+        )
+    depth = None if settings.student is not None else student.count_layers(teacher.folder)
+    document = json_files.load_json_object(teacher.folder / "config.json")
+    source_layers = depth if depth is None else student.count_source_layers(settings, document, depth)
+    derived["distill.teacher_layers"] = "all" if source_layers == depth else source_layers
+    if settings.student is not None:
+        # The teacher's run resolved the pooling of its own model.
+        pooling_override = {} if "model.pooling" in config.explicit_settings else {"model.pooling": "auto"}
+        return configuration.with_overrides(config, {**derived, **pooling_override, "model.name": settings.student})
+    # The student starts with the teacher's head, which was trained on this pooling.
+    teacher_pooling = teacher.metadata.facts.get(pooling.FACT, "own")
+    if pooling_setting not in ("auto", teacher_pooling):
+        fix = f"write {teacher_pooling}, or leave it out"
         raise ConfigError(
             [
                 Problem(
-                    "model.pooling", asked, f"the teacher was trained with {pooled}", fix, code="conflicting_settings"
+                    "model.pooling",
+                    pooling_setting,
+                    f"the teacher was trained with {teacher_pooling}",
+                    fix,
+                    code="conflicting_settings",
                 )
             ]
         )
-    start = student.start(teacher.folder, chosen, root / run_folders.STUDENTS)
-    return configuration.with_overrides(config, {**derived, "model.name": str(start), "model.pooling": pooled})
+    start = student.create_student(teacher.folder, settings, root / run_folders.STUDENTS_FOLDER)
+    return configuration.with_overrides(config, {**derived, "model.name": str(start), "model.pooling": teacher_pooling})
 
 
-def co_teachers(config: Config, teacher: Teacher) -> list[Teacher]:
-    """The models of `distill.teachers`. Raises `ConfigError` for those whose outputs have no mean with its own."""
-    found: list[Teacher] = []
+def load_co_teachers(config: Config, teacher: Teacher) -> list[Teacher]:
+    """Load the models of `distill.teachers`. Raises `ConfigError` if their outputs cannot be averaged with the
+    teacher's."""
+    loaded_teachers: list[Teacher] = []
     problems: list[Problem] = []
     for name in config.recipe.distill.teachers:
-        one = Teacher.read(runs.chosen(Path(name)).artifact)
-        found.append(one)
-        if reason := _unlike(one.made, teacher.made):
+        co_teacher = Teacher.load(run_folder.resolve_run(Path(name)).artifact)
+        loaded_teachers.append(co_teacher)
+        if reason := _explain_mismatch(co_teacher.metadata, teacher.metadata):
             problems.append(
                 Problem(
-                    "distill.teachers", name, reason, "name a run of the same rows and settings", code="other_model"
+                    "distill.teachers", name, reason, "name a run of the same rows and settings", code="model_mismatch"
                 )
             )
-    versions = [one.made.version for one in (teacher, *found)]
+    versions = [model.metadata.version for model in (teacher, *loaded_teachers)]
     problems += [
         Problem(
             "distill.teachers",
             name,
-            "it is named twice, or is the teacher itself",
+            "it is listed twice, or is the teacher itself",
             "name each run once",
-            code="named_twice",
+            code="duplicate_name",
         )
-        for name, one in zip(config.recipe.distill.teachers, found, strict=True)
-        if versions.count(one.made.version) > 1
+        for name, model in zip(config.recipe.distill.teachers, loaded_teachers, strict=True)
+        if versions.count(model.metadata.version) > 1
     ]
     if problems:
         raise ConfigError(problems)
-    return found
+    return loaded_teachers
 
 
-def _unlike(one: artifact.Artifact, teacher: artifact.Artifact) -> str:
-    """Why two models' outputs to the same row have no mean, or nothing."""
-    if one.task != teacher.task:
-        return f"it answers by the task {one.task}, the teacher by {teacher.task}"
-    if one.labels != teacher.labels:
-        return "its labels, or their order, are others than the teacher's"
-    if any(one.facts.get(name) != teacher.facts.get(name) for name in SCALES):
-        return "its numbers are on another scale than the teacher's, by the mean and the spread of other rows"
+def _explain_mismatch(metadata: artifact.Artifact, teacher_metadata: artifact.Artifact) -> str:
+    """Explain why two models' outputs cannot be averaged; empty if they can."""
+    if metadata.task != teacher_metadata.task:
+        return f"its task is {metadata.task}, the teacher's is {teacher_metadata.task}"
+    if metadata.labels != teacher_metadata.labels:
+        return "its labels, or their order, differ from the teacher's"
+    if any(metadata.facts.get(name) != teacher_metadata.facts.get(name) for name in OUTPUT_SCALE_FACTS):
+        return "its outputs have another scale than the teacher's: their training rows differ"
     return ""
 
 
-def refused(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
-    """What a student that starts from the model folder `weights` cannot learn from this teacher."""
+def find_problems(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
+    """List the problems of a student that starts from the model folder `weights`."""
     recipe = config.recipe
-    every = (teacher, *co_teachers(config, teacher))
-    found = too_long(config, every)
-    found += [] if all(one.reads_alike(weights) for one in every) else _of_other_tokens(config, weights)
-    if feature_distillation.active(recipe.distill):
-        found += feature_distillation.problems(recipe, weights, teacher.folder)
-    if recipe.distill.confidence and recipe.distill.unlabelled is None and not recipe.distill.copies:
-        fix = "name them with distill.unlabelled, write distill.copies, or leave it out"
-        found.append(
+    teachers = (teacher, *load_co_teachers(config, teacher))
+    problems = check_text_length(config, teachers)
+    problems += [] if all(model.shares_tokenizer(weights) for model in teachers) else _check_tokenizer(config, weights)
+    if feature_distillation.is_enabled(recipe.distill):
+        problems += feature_distillation.check_feature_distillation(recipe, weights, teacher.folder)
+    if recipe.distill.confidence and recipe.distill.unlabeled_rows_path is None and not recipe.distill.augmented_copies:
+        fix = "name them with distill.unlabeled_rows_path, write distill.augmented_copies, or leave it out"
+        problems.append(
             Problem(
                 "distill.confidence",
                 recipe.distill.confidence,
-                "there are no rows to choose from",
+                "there are no unlabeled rows to select",
                 fix,
                 code="conflicting_settings",
             )
         )
-    if recipe.distill.confidence and base.get(recipe.task).output == "number":
+    if recipe.distill.confidence and base.get_task(recipe.task).output == "number":
         reason = "the teacher gives a number and does not say how sure it is"
-        found.append(
+        problems.append(
             Problem("distill.confidence", recipe.distill.confidence, reason, "leave it out", code="unsupported")
         )
-    return found
+    return problems
 
 
-def too_long(config: Config, teachers: Iterable[Teacher]) -> list[Problem]:
-    """Texts that a student reads and its teachers cannot: they answer the rows as long as it reads them, whatever they
-    were trained on, by the positions that their models have."""
-    asked = config.recipe.data.window_tokens
-    found = []
-    for one in teachers:
-        most = position_embeddings.reached(json_files.read(one.folder / "config.json"))
-        if most and asked > most:
-            reason = f"the teacher {one.folder} reads {most} tokens at most"
-            found.append(Problem("data.max_tokens", asked, reason, f"write {most} or less", code="out_of_range"))
-    return found
+def check_text_length(config: Config, teachers: Iterable[Teacher]) -> list[Problem]:
+    """Check that the teachers' models have enough positions for the student's texts."""
+    window_tokens = config.recipe.data.window_tokens
+    problems = []
+    for teacher in teachers:
+        max_positions = position_embeddings.max_text_tokens(json_files.load_json_object(teacher.folder / "config.json"))
+        if max_positions and window_tokens > max_positions:
+            reason = f"the teacher {teacher.folder} reads {max_positions} tokens at most"
+            problems.append(
+                Problem("data.max_tokens", window_tokens, reason, f"write {max_positions} or less", code="out_of_range")
+            )
+    return problems
 
 
-def _of_words(config: Config, teacher: Teacher) -> list[Problem]:
-    """What cannot be learned from a masked language model: its answers, one of 30,000 words for each mask and others in
-    each epoch, are not kept; what is inside it can be learned beside its student's own guesses."""
-    if teacher.made.labels:
+def _check_masked_lm(config: Config, teacher: Teacher) -> list[Problem]:
+    """Check the settings of a student of a masked language model.
+
+    Its logits (30,000 per mask, other masks in each epoch) are not stored. Its hidden states and relations can be
+    distilled.
+    """
+    if teacher.metadata.labels:
         return []
-    distill, reason = config.recipe.distill, f"the teacher answers with the words of a vocabulary ({teacher.made.task})"
-    way = "write distill.alpha=0 and distill.hidden or distill.relations, or distil the model that was tuned from it"
-    found = []
-    if distill.alpha or not feature_distillation.active(distill):
-        found.append(
+    distill, reason = (
+        config.recipe.distill,
+        f"the teacher predicts tokens of its vocabulary ({teacher.metadata.task})",
+    )
+    fix = (
+        "write distill.alpha=0 and distill.hidden_loss_weight or distill.relation_loss_weight, or distill a model "
+        "that was fine-tuned from it"
+    )
+    problems = []
+    if distill.alpha or not feature_distillation.is_enabled(distill):
+        problems.append(
             Problem(
-                "distill.alpha", distill.alpha, f"{reason}, which are not kept for a student", way, code="unsupported"
+                "distill.alpha", distill.alpha, f"{reason}, and these logits are not stored", fix, code="unsupported"
             )
         )
-    for name in ("unlabelled", "copies", "teachers"):
+    for name in ("unlabeled_rows_path", "augmented_copies", "teachers"):
         if value := getattr(distill, name):
-            found.append(
+            problems.append(
                 Problem(
                     f"distill.{name}",
                     value,
-                    f"{reason}, and gives rows none to learn",
+                    f"{reason}, so it gives no label to these rows",
                     "leave it out",
                     code="unsupported",
                 )
             )
     if config.recipe.compress.vocabulary == "trim":
-        cut = "its student's blocks of text would be others than its own, and the gate could not compare them"
-        found.append(Problem("compress.vocabulary", "trim", cut, "write keep", code="unsupported"))
-    return found
+        cut = "the student's text blocks would differ from the teacher's, so the gate could not compare them"
+        problems.append(Problem("compress.vocabulary", "trim", cut, "write keep", code="unsupported"))
+    return problems
 
 
-def _of_other_tokens(config: Config, weights: Path) -> list[Problem]:
-    """What cannot be learned by a student whose tokenizer differs from the teacher's."""
-    recipe, why = config.recipe, f"{weights} has another tokenizer than the teacher"
+def _check_tokenizer(config: Config, weights: Path) -> list[Problem]:
+    """Check the settings of a student whose tokenizer differs from the teacher's."""
+    recipe, mismatch = config.recipe, f"{weights} has another tokenizer than the teacher"
     fix = "name a student with the teacher's tokenizer"
-    found = []
-    if base.get(recipe.task).by_token:
-        reason = f"{why}, and {recipe.task} answers each token"
-        found.append(Problem("distill.student", recipe.distill.student, reason, fix, code="other_tokenizer"))
-    for name in feature_distillation.NAMES:
+    problems = []
+    if base.get_task(recipe.task).is_token_level:
+        reason = f"{mismatch}, and {recipe.task} predicts each token"
+        problems.append(Problem("distill.student", recipe.distill.student, reason, fix, code="tokenizer_mismatch"))
+    for name in feature_distillation.WEIGHT_SETTINGS:
         if weight := getattr(recipe.distill, name):
-            found.append(
+            problems.append(
                 Problem(
                     f"distill.{name}",
                     weight,
-                    f"{why}, and it compares tokens",
+                    f"{mismatch}, and it compares tokens",
                     f"{fix}, or write 0",
-                    code="other_tokenizer",
+                    code="tokenizer_mismatch",
                 )
             )
-    return found
+    return problems

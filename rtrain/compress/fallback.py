@@ -1,6 +1,6 @@
-"""Which operations of an int8 graph go back to float, so that few enough of its answers differ from the float model's.
+"""Operations of an int8 graph that are reverted to float, so that few enough answers differ from the float model's.
 
-Quantization is not done again: the graph is calibrated once, and quantizers are taken out of it.
+The graph is calibrated once. Reverting an operation removes its quantizers.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,112 +10,117 @@ from typing import Any
 
 import numpy as np
 
-from rtrain.core.ragged import Floats, Head, Ragged
-from rtrain.inference.score import Answered
+from rtrain.core.ragged import Floats, Head, RaggedArray
+from rtrain.inference.score import PredictedRows
 from rtrain.tasks.base import Task
 
-NUMBER_FLIPS = 0.05
-"""Standard deviations of the targets by which an answer that is a single number must differ to count as another one."""
+MIN_NUMBER_CHANGE = 0.05
+"""Least difference of a numeric answer that counts as a change, in standard deviations of the targets."""
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far a graph's answers are from those of the float model, on the same rows."""
+class AnswerDifference:
+    """Difference of a graph's answers from the float model's, on the same rows."""
 
-    flips: float
-    """Share of answers that are others (see `flips`)."""
+    changed_share: float
+    """Share of changed answers (see the function `changed_share`)."""
     distance: float
-    """Root of the mean square of the logits' differences."""
+    """Root mean square difference of the logits."""
 
 
 @dataclass(frozen=True)
-class Found:
+class FallbackResult:
     reverted: tuple[str, ...]
-    """Operations that compute in float; the most sensitive first."""
-    before: Apart
-    after: Apart
+    """Operations in float, the most sensitive first."""
+    original_difference: AnswerDifference
+    final_difference: AnswerDifference
     sensitivity: dict[str, float]
-    """Operation -> the distance that is left when it alone is float; the most sensitive first. Empty where nothing had
-    to go back."""
+    """Operation -> remaining distance with this operation alone in float; the most sensitive first. Empty if no
+    operation had to be reverted."""
 
 
-Measure = Callable[[frozenset[str]], Apart]
-"""Measures the graph with these operations in float."""
+OperationMeasure = Callable[[frozenset[str]], AnswerDifference]
+"""Measures the graph with the given operations in float."""
 
 
-def search(operations: Sequence[str], measure: Measure, most_flips: float) -> Found:
-    """The smallest set of operations, as far as a ranking finds it, with which at most `most_flips` answers differ.
+def search_operations(operations: Sequence[str], measure: OperationMeasure, max_changed_share: float) -> FallbackResult:
+    """Find a small set of float operations with at most `max_changed_share` changed answers.
 
-    Each operation is tried in float alone, which ranks them by the distance that is left. The shortest beginning of
-    that ranking that suffices is found by bisection, and operations that it does not need are then left out again.
-    Where not even all operations in float suffice, all are returned.
+    Each operation is tried alone in float and ranked by the remaining distance. Bisection finds the shortest sufficient
+    prefix of the ranking. Operations that this prefix does not need are removed again. If all operations in float are
+    not sufficient, all are returned.
     """
-    known = cache(measure)
-    before = known(frozenset())
-    if before.flips <= most_flips or not operations:
-        return Found((), before, before, {})
-    left = {name: known(frozenset({name})).distance for name in operations}
-    ranking = sorted(operations, key=lambda name: left[name])
+    cached_measure = cache(measure)
+    original_difference = cached_measure(frozenset())
+    if original_difference.changed_share <= max_changed_share or not operations:
+        return FallbackResult((), original_difference, original_difference, {})
+    distances = {name: cached_measure(frozenset({name})).distance for name in operations}
+    ranking = sorted(operations, key=lambda name: distances[name])
 
-    def suffices(names: Sequence[str]) -> bool:
-        return known(frozenset(names)).flips <= most_flips
+    def is_sufficient(names: Sequence[str]) -> bool:
+        return cached_measure(frozenset(names)).changed_share <= max_changed_share
 
-    chosen = ranking[: _shortest(len(ranking), lambda count: suffices(ranking[:count]))]
-    for name in reversed(chosen):
-        fewer = [one for one in chosen if one != name]
-        if fewer and suffices(fewer):
-            chosen = fewer
-    after = known(frozenset(chosen))
-    return Found(tuple(chosen), before, after, {name: left[name] for name in ranking})
+    reverted = ranking[: _find_shortest(len(ranking), lambda count: is_sufficient(ranking[:count]))]
+    for name in reversed(reverted):
+        smaller_set = [operation for operation in reverted if operation != name]
+        if smaller_set and is_sufficient(smaller_set):
+            reverted = smaller_set
+    final_difference = cached_measure(frozenset(reverted))
+    return FallbackResult(
+        tuple(reverted), original_difference, final_difference, {name: distances[name] for name in ranking}
+    )
 
 
-def _shortest(most: int, suffices: Callable[[int], bool]) -> int:
-    """The least count from 1 to `most` that suffices, where more never suffice less; `most` is taken on trust.
+def _find_shortest(max_count: int, is_sufficient: Callable[[int], bool]) -> int:
+    """Find the least sufficient count from 1 to `max_count`; `is_sufficient` is monotone, `max_count` is not tested.
 
-    Counts are doubled first: few are the rule, and fewer are tried than by halving all of them.
+    Counts are doubled first: small counts are common, so this needs fewer measurements than bisection of the range.
     """
     low, high = 0, 1
-    while high < most and not suffices(high):
-        low, high = high, min(2 * high, most)
+    while high < max_count and not is_sufficient(high):
+        low, high = high, min(2 * high, max_count)
     while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if suffices(middle) else (middle, high)
+        midpoint = (low + high) // 2
+        low, high = (low, midpoint) if is_sufficient(midpoint) else (midpoint, high)
     return high
 
 
 @dataclass(frozen=True)
-class Decided:
-    """What a graph answers to rows."""
+class GraphAnswers:
+    """A graph's answers to rows."""
 
     outputs: Sequence[Floats]
     answers: Sequence[Any]
-    """What is made of the outputs in the end, each comparable with another graph's; numbers are in standard deviations
-    of the targets."""
+    """Decoded outputs, comparable between graphs; numbers are in standard deviations of the targets."""
 
 
-def decided(task: Task, head: Head, answered: Answered, targets: Ragged) -> Decided:
-    """An answer is a row's class, its labels, those of its heads, its words or its sentences, by the head's thresholds;
-    of tags it is each word's, of masked tokens each one's."""
+def collect_graph_answers(task: Task, head: Head, answered: PredictedRows, targets: RaggedArray) -> GraphAnswers:
+    """Decode a graph's outputs with the head's thresholds: one answer per row, per word (tags) or per masked token."""
     outputs, kind = answered.outputs, task.output
     if kind == "number":
-        return Decided(outputs, [float(one.item()) for one in outputs])
+        return GraphAnswers(outputs, [float(output.item()) for output in outputs])
     if kind == "tokens":
-        return Decided(outputs, [int(guess) for one in outputs for guess in one.argmax(-1)])
-    found = task.describe(answered.outcomes, targets, head).prediction
-    return Decided(outputs, [tag for row in found for tag in row] if kind == "tags" else found)
+        return GraphAnswers(outputs, [int(guess) for output in outputs for guess in output.argmax(-1)])
+    predictions = task.explain_rows(answered.row_results, targets, head).prediction
+    return GraphAnswers(outputs, [tag for row in predictions for tag in row] if kind == "tags" else predictions)
 
 
-def apart(found: Decided, expected: Decided) -> Apart:
-    """Two graphs' answers to the same rows, beside each other."""
-    squares = [np.square(one - other).ravel() for one, other in zip(found.outputs, expected.outputs, strict=True)]
-    distance = float(np.sqrt(np.concatenate(squares).mean())) if squares else 0.0
-    return Apart(flips(found.answers, expected.answers), distance)
-
-
-def flips(left: Sequence[Any], right: Sequence[Any]) -> float:
-    """The share of answers that are others; numbers are where they differ by more than `NUMBER_FLIPS`."""
-    others = [
-        not abs(one - other) <= NUMBER_FLIPS if isinstance(one, float) else one != other
-        for one, other in zip(left, right, strict=True)
+def measure_difference(actual: GraphAnswers, expected_answers: GraphAnswers) -> AnswerDifference:
+    """Compare two graphs' answers to the same rows."""
+    squares = [
+        np.square(actual_logits - expected_logits).ravel()
+        for actual_logits, expected_logits in zip(actual.outputs, expected_answers.outputs, strict=True)
     ]
-    return float(np.mean(others)) if others else 0.0
+    distance = float(np.sqrt(np.concatenate(squares).mean())) if squares else 0.0
+    return AnswerDifference(changed_share(actual.answers, expected_answers.answers), distance)
+
+
+def changed_share(left: Sequence[Any], right: Sequence[Any]) -> float:
+    """Share of answers that differ; numbers differ from `MIN_NUMBER_CHANGE` on."""
+    is_changed = [
+        not abs(left_answer - right_answer) <= MIN_NUMBER_CHANGE
+        if isinstance(left_answer, float)
+        else left_answer != right_answer
+        for left_answer, right_answer in zip(left, right, strict=True)
+    ]
+    return float(np.mean(is_changed)) if is_changed else 0.0

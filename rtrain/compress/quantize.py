@@ -1,7 +1,7 @@
-"""Float artefact -> int8 artefact, for the engine that `quantize.engine` names: exported, checked, quantized, gated.
+"""Float artifact -> int8 artifact for the engine `quantize.engine`: exported, checked, quantized, gated.
 
-Scales of activations are static, because scales that are computed per batch make an answer depend on its neighbours
-(I8): dynamic int8 moved logits by a tenth of their range. They come from training rows.
+Activation scales are static and come from training rows. Scales that are computed per batch make an answer depend on
+the other rows of its batch (I8): dynamic int8 changed logits by a tenth of their range.
 """
 
 import gzip
@@ -18,31 +18,31 @@ import numpy as np
 from rtrain import config as configuration
 from rtrain.compress import calibrate, fallback
 from rtrain.config import Recipe
-from rtrain.config.recipe import Quantize
+from rtrain.config.recipe import QuantizeConfig
 from rtrain.core import engines, events
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.ragged import Floats, Head, Ints
-from rtrain.core.run_folder import Run, artifact_of
+from rtrain.core.run_folder import Run, resolve_artifact
 from rtrain.data.store.store import Store
 from rtrain.evaluation import gate, gate_table
 from rtrain.inference import artifact, drift_baseline, predictor as inference_predictor, score
 from rtrain.models import int8_support
 from rtrain.tasks import base
 
-SERVED = ("tokenizer.json", "tokenizer_config.json", "config.json")
-"""Files of the float artefact that its int8 one is served by, or read by other programs that answer with its graph. A
-vocabulary as vocab.txt is in tokenizer.json too."""
-KEPT = 0.995
-"""Least share of the float score that int8 should keep. Below, the fall-back to float is named."""
+SERVING_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
+"""Files of the float artifact that the int8 artifact needs for serving in rtrain and in other programs. tokenizer.json
+holds the vocabulary of vocab.txt too."""
+MIN_SCORE_RATIO = 0.995
+"""Least share of the float score that int8 should keep. Below it the report recommends the fall-back to float."""
 REFERENCE_ROWS = 4000
-"""Most validation rows whose answers are kept as histograms."""
-OUTPUT_BYTES, PROBED = 1 << 29, 16
-"""Most bytes of outputs of one model that are compared with another's, and rows by which those of a row are known."""
-ALONE_ROWS = 4000
-"""Most test rows that are asked one at a time too, to count the answers that depend on their batch."""
+"""Most validation rows in the histograms of the drift baseline."""
+MAX_OUTPUT_BYTES, PROBE_ROWS = 1 << 29, 16
+"""Most bytes of one model's outputs in memory, and rows whose outputs estimate the bytes of one row."""
+UNBATCHED_ROWS = 4000
+"""Most test rows that are also predicted one at a time, to count answers that depend on their batch."""
 
 
-def run(
+def run_quantization(
     recipe: Recipe,
     store_folder: Path,
     parent_run: Path,
@@ -50,103 +50,138 @@ def run(
     on_event: Callable[[dict[str, Any]], None] = lambda event: None,
     threads: int = 1,
 ) -> dict[str, Any]:
-    """Quantize the artefact of a run, and gate it against its parent; returns its scores beside its parent's, flips,
-    sizes and the gate's document. A refused artefact is there too, and is not served. `threads`: those that serve it.
+    """Quantize the artifact of a run and gate it against its parent.
+
+    A refused artifact is written too; `rtrain serve` rejects it.
+
+    Args:
+        threads: engine threads of the served artifact.
+
+    Returns:
+        The report: scores of both artifacts, changed answers, sizes and the gate document.
     """
-    parent_folder = artifact_of(parent_run)
-    refuse_out(out)
-    parent = artifact.read(parent_folder)
-    if not engines.get(parent.engine).gradients:
+    parent_folder = resolve_artifact(parent_run)
+    check_output_folder(out)
+    parent = artifact.read_artifact(parent_folder)
+    if not engines.get_engine(parent.engine).has_gradients:
         raise UserError(
             f"{parent_folder} is quantized already; name the run of its float parent", code="already_quantized"
         )
     if recipe.compress.vocabulary == "trim" and not _is_trimmed(parent_run, parent):
         reason, fix = "a finished model is not trimmed", "trim before rtrain train or rtrain distill"
         raise ConfigError([Problem("compress.vocabulary", "trim", reason, fix, code="conflicting_settings")])
-    refuse(recipe.quantize, words=base.get(parent.task).output == "tokens")
+    check_engine_support(recipe.quantize, predicts_tokens=base.get_task(parent.task).output == "tokens")
     store = Store(store_folder)
-    started = time.perf_counter()
-    whole = out.resolve()  # behind a link, the folder that it names: what is published there is renamed
-    draft = whole.with_name(f".{whole.name}.{uuid.uuid4().hex[:8]}")
+    started_at = time.perf_counter()
+    target = out.resolve()  # publishing renames a folder, so a link is resolved first
+    draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
     draft.mkdir(parents=True)
     try:
-        job = calibrate.Job(parent_folder, parent, store, recipe.quantize, draft, threads)
-        found = calibrate.write(job, lambda text, word: on_event(events.doing(text, word)))
-        for name in SERVED:
+        job = calibrate.QuantizationJob(parent_folder, parent, store, recipe.quantize, draft, threads)
+        graph_report = calibrate.quantize_graph(job, lambda text, word: on_event(events.make_phase_event(text, word)))
+        for name in SERVING_FILES:
             if (parent_folder / name).is_file():
                 shutil.copyfile(parent_folder / name, draft / name)
-        lineage = {**parent.lineage, "parent": parent.version, **_told(recipe.quantize, found)}
-        made = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
-        on_event(events.doing(f"scoring both models on {store.rows('test'):,} test rows", "scores"))
-        report, answered = measure(parent_folder, draft, parent, made, store)
+        lineage = {**parent.lineage, "parent": parent.version, **_lineage_fields(recipe.quantize, graph_report)}
+        metadata = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
+        on_event(events.make_phase_event(f"scoring both models on {store.num_rows('test'):,} test rows", "scores"))
+        report, both_answers = measure_quantization(parent_folder, draft, parent, metadata, store)
         report |= {
-            "engine": made.engine,
+            "engine": metadata.engine,
             "kind": recipe.quantize.kind,
-            "host": asdict(int8_support.of_processor()),
-            **found,
+            "host": asdict(int8_support.detect_int8()),
+            **graph_report,
         }
-        made = replace(made, metrics={"test": report["test"]})
-        artifact.write(
+        metadata = replace(metadata, metrics={"test": report["test"]})
+        artifact.write_artifact(
             draft,
-            made,
-            inference_predictor.golden_logits,
-            inference_predictor.golden_inputs(base.get(made.task), Head(made.labels, made.facts)),
+            metadata,
+            inference_predictor.compute_golden_logits,
+            inference_predictor.make_golden_inputs(base.get_task(metadata.task), Head(metadata.labels, metadata.facts)),
         )
         if recipe.quantize.compressed:
-            pack_graph(draft)
-        report["size_mb"] = round(artifact.size_mb(draft, made.engine), 2)
-        report["artefact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
-        report["gate"] = gate.run(
-            gate.Sides(draft, parent_folder, store, store, threads, answered), recipe.gate, on_event=on_event
+            compress_graph(draft)
+        report["size_mb"] = round(artifact.model_size_mb(draft, metadata.engine), 2)
+        report["artifact_mb"] = round(sum(path.stat().st_size for path in draft.iterdir()) / 1e6, 2)
+        report["gate"] = gate.run_gate(
+            gate.GateRequest(draft, parent_folder, store, store, threads, both_answers), recipe.gate, on_event=on_event
         )
-        artifact.judged(draft, report["gate"], _reference(draft, store))
-        artifact.publish(draft, out)
+        artifact.write_gate_verdict(draft, report["gate"], _measure_drift_baseline(draft, store))
+        artifact.publish_artifact(draft, out)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    seconds = round(time.perf_counter() - started, 2)
+    seconds = round(time.perf_counter() - started_at, 2)
     return {**report, "seconds": seconds, "run": str(parent_run), "artifact": str(out)}
 
 
-def refuse_out(out: Path) -> None:
-    """Raise `UserError` where `out` holds anything but an int8 artefact: what is there is replaced as a whole."""
+def check_output_folder(out: Path) -> None:
+    """Raise `UserError` if `out` holds anything but an int8 artifact: the folder is replaced as a whole."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     try:
-        if not engines.get(artifact.read(out, verify=False).engine).gradients:
+        if not engines.get_engine(artifact.read_artifact(out, verify=False).engine).has_gradients:
             return
-    except (UserError, ValueError):  # no artefact, or none that can be read
+    except (UserError, ValueError):  # no artifact, or an unreadable one
         pass
     raise UserError(
-        f"--out {out}: it holds something else than an int8 artefact, which would be lost; name a new folder",
+        f"--out {out}: the folder holds other files than an int8 artifact, and they would be lost; name a new folder",
         code="not_empty",
     )
 
 
-def refuse(settings: Quantize, words: bool = False) -> None:
-    """Raise before anything is computed: `UserError` where the engine is not installed, `ConfigError` where it is asked
-    for what it cannot do. `words`: the model answers with pieces of its vocabulary."""
+def check_engine_support(settings: QuantizeConfig, predicts_tokens: bool = False) -> None:
+    """Check the settings before anything is computed. `predicts_tokens`: the model predicts tokens of its vocabulary.
+
+    Raises:
+        UserError: the engine is not installed.
+        ConfigError: the engine does not support a setting.
+    """
     engine = settings.engine
-    entry = engines.get(engine)
-    engines.needed(engine, entry.libraries)
-    if settings.table == "int4" and not entry.narrows:
-        able = " or ".join(name for name in engines.quantized() if engines.get(name).narrows)
-        reason = f"{engine} has no table of 4 bits"
-        raise ConfigError(
-            [Problem("quantize.table", "int4", reason, f"write int8, or quantize.engine={able}", code="unsupported")]
+    entry = engines.get_engine(engine)
+    engines.require_libraries(engine, entry.libraries)
+    if settings.embedding_dtype == "int4" and not entry.supports_int4_embedding:
+        capable_engines = " or ".join(
+            name for name in engines.list_quantized_engines() if engines.get_engine(name).supports_int4_embedding
         )
-    if settings.table == "int4" and words:
-        reason = "the model answers by its word table too, in int8: a second one of 4 bits would be added, not saved"
-        raise ConfigError([Problem("quantize.table", "int4", reason, "write quantize.table=int8", code="unsupported")])
+        reason = f"{engine} has no 4-bit embedding table"
+        raise ConfigError(
+            [
+                Problem(
+                    "quantize.embedding_dtype",
+                    "int4",
+                    reason,
+                    f"write int8, or quantize.engine={capable_engines}",
+                    code="unsupported",
+                )
+            ]
+        )
+    if settings.embedding_dtype == "int4" and predicts_tokens:
+        reason = "the output layer shares the int8 word table, so a 4-bit copy would add bytes"
+        raise ConfigError(
+            [
+                Problem(
+                    "quantize.embedding_dtype",
+                    "int4",
+                    reason,
+                    "write quantize.embedding_dtype=int8",
+                    code="unsupported",
+                )
+            ]
+        )
 
 
-def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
-    """What the lineage says of how the graph was made."""
-    table = {"table": settings.table} if settings.table == "int4" else {}
+def _lineage_fields(settings: QuantizeConfig, graph_report: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the lineage: the settings of the quantization."""
+    table = {"embedding_dtype": settings.embedding_dtype} if settings.embedding_dtype == "int4" else {}
     if settings.kind == "weights":
         return {"kind": settings.kind, **table}
-    reverted = found.get("fallback", {}).get("reverted")
-    flips = {} if settings.flips is None else {"flips": settings.flips}
+    reverted = graph_report.get("fallback", {}).get("reverted")
+    flips = (
+        {}
+        if settings.max_changed_predictions is None
+        else {"max_changed_predictions": settings.max_changed_predictions}
+    )
     return {
         "calibration_rows": settings.calibration_rows,
         **table,
@@ -156,161 +191,199 @@ def _told(settings: Quantize, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def report_text(report: dict[str, Any]) -> str:
-    """What `run` returns, for a person: scores and size before and after, and which answers have changed."""
-    before, after = report["parent"], report["test"]
-    rows = [(name, f"{before[name]:.4f}", f"{after[name]:.4f}") for name in after if name in before and name != "rows"]
+def format_report(report: dict[str, Any]) -> str:
+    """Format the report of `run_quantization`: scores and sizes before and after, changed answers, the verdict."""
+    parent_scores, quantized_scores = report["parent"], report["test"]
+    rows = [
+        (name, f"{parent_scores[name]:.4f}", f"{quantized_scores[name]:.4f}")
+        for name in quantized_scores
+        if name in parent_scores and name != "rows"
+    ]
     rows.append(("size", f"{report['parent_size_mb']:.1f} MB", f"{report['size_mb']:.1f} MB"))
-    verdict, *rivals = gate_table.brief(report["gate"])
+    verdict, *rivals = gate_table.format_brief(report["gate"])
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
-    of = f" (of the first {report['flips_rows']:,} rows)" if "flips_rows" in report else ""
-    apart, moved = report["flips_alone_against_batch"], report["largest_logit_difference_alone_against_batch"]
+    rows_note = f" (of the first {report['changed_share_rows']:,} rows)" if "changed_share_rows" in report else ""
+    changed_share, logit_difference = (
+        report["batch_changed_share"],
+        report["batch_max_logit_difference"],
+    )
     return "\n".join(
         [
-            f"{after['rows']:,} test rows, {report['seconds']:.0f} s",
+            f"{quantized_scores['rows']:,} test rows, {report['seconds']:.0f} s",
             *table,
-            f"answers that differ from the float model's: {report['flips_against_parent']:.2%}{of}",
-            f"answers that differ between alone and in a batch: {apart:.2%} (logits by {moved:.3f} at most)",
-            *_kept_text(report),
-            *_graph_text(report),
+            f"answers that differ from the float model's: {report['changed_share']:.2%}{rows_note}",
+            f"answers that differ between alone and in a batch: {changed_share:.2%} (logits by "
+            f"{logit_difference:.3f} at most)",
+            *_format_score_warning(report),
+            *_format_graph(report),
             f"gate: {verdict}",
             *rivals,
-            f"artefact: {report['artifact']}",
+            f"artifact: {report['artifact']}",
         ]
     )
 
 
-def _kept_text(report: dict[str, Any]) -> list[str]:
-    """What to do where int8 loses more than it may of the headline's magnitude; some headlines are negative."""
+def _format_score_warning(report: dict[str, Any]) -> list[str]:
+    """Recommend the fall-back if int8 loses too much of the headline score, whose sign may be negative."""
     name = next(name for name in report["test"] if name != "rows")
-    before, after = report["parent"][name], report["test"][name]
-    left = 1 - (before - after) / abs(before) if before else 1.0
-    if left >= KEPT:
+    parent_score, quantized_score = report["parent"][name], report["test"][name]
+    score_ratio = 1 - (parent_score - quantized_score) / abs(parent_score) if parent_score else 1.0
+    if score_ratio >= MIN_SCORE_RATIO:
         return []
-    text = f"int8 keeps {left:.4f} of the float {name}, less than {KEPT}"
+    text = f"int8 keeps {score_ratio:.4f} of the float {name}, less than {MIN_SCORE_RATIO}"
     if report["kind"] == "static" and "fallback" not in report:
-        text += f"; some operations in float may keep more: rtrain quantize {report['run']} --set quantize.flips=0.005"
+        text += (
+            f"; some operations in float may keep more: rtrain quantize {report['run']} --set "
+            "quantize.max_changed_predictions=0.005"
+        )
     return [text]
 
 
-def _graph_text(report: dict[str, Any]) -> list[str]:
-    """What the export and the fall-back have found, and what int8 costs on this processor."""
+def _format_graph(report: dict[str, Any]) -> list[str]:
+    """Format the export check, the fall-back and the int8 support of this processor."""
     lines = []
     if (export := report.get("export")) is not None:
         lines.append(
-            f"exported graph: logits as PyTorch's to {export['largest']:.1e}, on {export['rows']} training rows of "
+            f"exported graph: logits as PyTorch's to {export['max_difference']:.1e}, on {export['rows']} training "
+            "rows of "
             f"{export['buckets']} lengths"
         )
-    if (back := report.get("fallback")) is not None:
-        count, of = len(back["reverted"]), back["operations"]
-        short = "" if back["reached"] else f", more than the {back['most_flips']:.2%} that were asked for: not reached"
+    if (fallback_report := report.get("fallback")) is not None:
+        count, operation_count = len(fallback_report["reverted"]), fallback_report["operations"]
+        shortfall = (
+            ""
+            if fallback_report["is_within_limit"]
+            else f", more than the limit of {fallback_report['max_changed_share']:.2%}"
+        )
         lines.append(
-            f"fall-back: {count} of {of} operations in float; of {back['rows']:,} training rows' answers "
-            f"{back['flips_before']:.2%} differed, now {back['flips']:.2%}{short} ({back['seconds']:.0f} s)"
+            f"fall-back: {count} of {operation_count} operations in float; of {fallback_report['rows']:,} training "
+            "rows' answers "
+            f"{fallback_report['changed_share_before']:.2%} differed, now "
+            f"{fallback_report['changed_share']:.2%}{shortfall} "
+            f"({fallback_report['seconds']:.0f} s)"
         )
-        lines += [f"  in float: {name}" for name in back["reverted"]]
-    if back and back["reverted"]:
-        times = ", ".join(
-            f"{one['ms']:.2f} ms in place of {one['int8_ms']:.2f} ({one['bucket']})" for one in back["latency"]
+        lines += [f"  in float: {name}" for name in fallback_report["reverted"]]
+    if fallback_report and fallback_report["reverted"]:
+        latency_text = ", ".join(
+            f"{entry['ms']:.2f} ms in place of {entry['int8_ms']:.2f} ({entry['bucket']})"
+            for entry in fallback_report["latency"]
         )
-        lines.append(f"  it costs {back['megabytes_added']:.1f} MB; {times}")
-    if (found := report.get("host")) is not None:
-        lines.append(int8_support.Int8(**found).text)
+        lines.append(f"  it costs {fallback_report['megabytes_added']:.1f} MB; {latency_text}")
+    if (host := report.get("host")) is not None:
+        lines.append(int8_support.Int8Support(**host).summary)
     return lines
 
 
-def pack_graph(draft: Path) -> None:
-    """Compress the graph of a finished artefact, whose version is another one then."""
-    made = artifact.read(draft)
-    for path in engines.get(made.engine).present(draft):
-        # Without a date: the same graph has the same bytes.
-        (draft / f"{path.name}{engines.PACKED}").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+def compress_graph(draft: Path) -> None:
+    """Compress the graph of a finished artifact. Its version changes."""
+    metadata = artifact.read_artifact(draft)
+    for path in engines.get_engine(metadata.engine).find_files(draft):
+        # No timestamp, so that the same graph has the same bytes.
+        (draft / f"{path.name}{engines.COMPRESSED_SUFFIX}").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
         path.unlink()
-    head = Head(made.labels, made.facts)
-    made = replace(made, golden=(), lineage={**made.lineage, "compressed": True})
-    artifact.write(
-        draft, made, inference_predictor.golden_logits, inference_predictor.golden_inputs(base.get(made.task), head)
+    head = Head(metadata.labels, metadata.facts)
+    metadata = replace(metadata, golden=(), lineage={**metadata.lineage, "compressed": True})
+    artifact.write_artifact(
+        draft,
+        metadata,
+        inference_predictor.compute_golden_logits,
+        inference_predictor.make_golden_inputs(base.get_task(metadata.task), head),
     )
 
 
-def measure(
-    parent_folder: Path, draft: Path, parent: artifact.Artifact, made: artifact.Artifact, store: Store
-) -> tuple[dict[str, Any], tuple[score.Answered, score.Answered]]:
-    """(scores of both artefacts on the test rows and the shares of int8 answers that differ from the parent's, and that
-    differ between being asked alone and in a batch; the answers of parent and int8)
+def measure_quantization(
+    parent_folder: Path, draft: Path, parent: artifact.Artifact, metadata: artifact.Artifact, store: Store
+) -> tuple[dict[str, Any], tuple[score.PredictedRows, score.PredictedRows]]:
+    """Score both artifacts on the test rows and count changed answers.
 
-    Where the outputs of all test rows do not fit into memory, the shares are of the first ones, `flips_rows`, and the
-    answers come without outputs."""
-    small, every = inference_predictor.Predictor(draft, made), np.arange(store.rows("test"))
-    some = every[: _kept(small, store)]
-    alone_rows = some[:ALONE_ROWS]
+    If the outputs of all test rows do not fit into memory, the shares cover the first `changed_share_rows` rows, and
+    the returned answers have no outputs.
 
-    def asked(predictor: inference_predictor.Predictor) -> tuple[score.Answered, score.Answered]:
-        """Answers to all rows, and to those whose outputs are kept."""
-        if len(some) == len(every):
-            return (found := score.on_split(predictor, store, "test", every)), found
-        found = score.on_split(predictor, store, "test", every, keep=False)
-        return found, score.on_split(predictor, store, "test", some)
+    Returns:
+        (scores, and shares of changed answers: int8 against float, alone against batched; answers of parent and int8)
+    """
+    predictor, all_rows = inference_predictor.Predictor(draft, metadata), np.arange(store.num_rows("test"))
+    memory_rows = all_rows[: _count_rows_in_memory(predictor, store)]
+    unbatched_rows = memory_rows[:UNBATCHED_ROWS]
 
-    float_answers, some_float = asked(inference_predictor.Predictor(parent_folder, parent))
-    batched, some_small = asked(small)
-    alone = score.on_split(small, store, "test", alone_rows, batch_rows=1)
-    together = score.Answered(some_small.outputs[: len(alone_rows)], some_small.outcomes.take(alone_rows))
+    def answer_rows(engine_predictor: inference_predictor.Predictor) -> tuple[score.PredictedRows, score.PredictedRows]:
+        """Predict all rows, and the rows whose outputs stay in memory."""
+        if len(memory_rows) == len(all_rows):
+            return (answered := score.predict_split(engine_predictor, store, "test", all_rows)), answered
+        answered = score.predict_split(engine_predictor, store, "test", all_rows, keep_outputs=False)
+        return answered, score.predict_split(engine_predictor, store, "test", memory_rows)
 
-    def flips(found: score.Answered, other: score.Answered, rows: Ints) -> float:
+    float_answers, float_subset = answer_rows(inference_predictor.Predictor(parent_folder, parent))
+    batched, int8_subset = answer_rows(predictor)
+    unbatched = score.predict_split(predictor, store, "test", unbatched_rows, batch_size=1)
+    batched_subset = score.PredictedRows(
+        int8_subset.outputs[: len(unbatched_rows)], int8_subset.row_results.take(unbatched_rows)
+    )
+
+    def changed_share(left: score.PredictedRows, right: score.PredictedRows, rows: Ints) -> float:
         targets = store.targets("test", rows)
-        one, two = (fallback.decided(small.task, small.head, side, targets).answers for side in (found, other))
-        return fallback.flips(one, two)
+        left_answers, right_answers = (
+            fallback.collect_graph_answers(predictor.task, predictor.head, side, targets).answers
+            for side in (left, right)
+        )
+        return fallback.changed_share(left_answers, right_answers)
 
     report = {
-        "test": score.scores(small, batched, store),
-        "parent": score.scores(small, float_answers, store),
-        "flips_against_parent": flips(some_small, some_float, some),
-        **({} if len(some) == len(every) else {"flips_rows": len(some)}),
-        "flips_alone_against_batch": flips(alone, together, alone_rows),
-        "largest_logit_difference_alone_against_batch": farthest(alone.outputs, together.outputs),
-        "parent_size_mb": round(artifact.size_mb(parent_folder, parent.engine), 2),
+        "test": score.compute_scores(predictor, batched, store),
+        "parent": score.compute_scores(predictor, float_answers, store),
+        "changed_share": changed_share(int8_subset, float_subset, memory_rows),
+        **({} if len(memory_rows) == len(all_rows) else {"changed_share_rows": len(memory_rows)}),
+        "batch_changed_share": changed_share(unbatched, batched_subset, unbatched_rows),
+        "batch_max_logit_difference": max_logit_difference(unbatched.outputs, batched_subset.outputs),
+        "parent_size_mb": round(artifact.model_size_mb(parent_folder, parent.engine), 2),
     }
     return report, (float_answers, batched)
 
 
-def _kept(predictor: inference_predictor.Predictor, store: Store) -> int:
-    """The outputs of how many test rows are held in memory at a time: of masked text a row has one for each piece of
-    the vocabulary and each mask, megabytes."""
-    rows = store.rows("test")
-    probed = score.on_split(predictor, store, "test", np.arange(min(rows, PROBED))).outputs
-    each = sum(one.nbytes for one in probed) / max(1, len(probed))
-    return min(rows, max(len(probed), int(OUTPUT_BYTES / max(1.0, each))))
+def _count_rows_in_memory(predictor: inference_predictor.Predictor, store: Store) -> int:
+    """Test rows whose outputs fit into memory. A row of masked text has megabytes: one logit per mask and vocabulary
+    token."""
+    rows = store.num_rows("test")
+    probe_outputs = score.predict_split(predictor, store, "test", np.arange(min(rows, PROBE_ROWS))).outputs
+    bytes_per_row = sum(output.nbytes for output in probe_outputs) / max(1, len(probe_outputs))
+    return min(rows, max(len(probe_outputs), int(MAX_OUTPUT_BYTES / max(1.0, bytes_per_row))))
 
 
-def farthest(left: Sequence[Floats], right: Sequence[Floats]) -> float:
-    """The largest difference of a logit of the same rows. A short row of masked text may have none, as no token is
-    masked."""
+def max_logit_difference(left: Sequence[Floats], right: Sequence[Floats]) -> float:
+    """Largest logit difference of the same rows; 0 for rows without a masked token."""
     return max(
-        (float(np.abs(one - other).max(initial=0.0)) for one, other in zip(left, right, strict=True)), default=0.0
+        (
+            float(np.abs(left_logits - right_logits).max(initial=0.0))
+            for left_logits, right_logits in zip(left, right, strict=True)
+        ),
+        default=0.0,
     )
 
 
-def _reference(draft: Path, store: Store) -> dict[str, Any]:
-    """What the answers of the int8 artefact look like: they are not quite its parent's."""
-    made = inference_predictor.Predictor(draft, artifact.read(draft))
-    rows = np.arange(min(store.rows("valid"), REFERENCE_ROWS))
-    outcomes = score.on_split(made, store, "valid", rows).outcomes
-    return drift_baseline.measure(made.task, made.head, store, outcomes, drift_baseline.unknown_id(made.tokenizer))
+def _measure_drift_baseline(draft: Path, store: Store) -> dict[str, Any]:
+    """Measure the drift baseline of the int8 artifact; its answers differ slightly from its parent's."""
+    predictor = inference_predictor.Predictor(draft, artifact.read_artifact(draft))
+    rows = np.arange(min(store.num_rows("valid"), REFERENCE_ROWS))
+    outcomes = score.predict_split(predictor, store, "valid", rows).row_results
+    return drift_baseline.build_split_baseline(
+        predictor.task, predictor.head, store, outcomes, drift_baseline.find_unknown_id(predictor.tokenizer)
+    )
 
 
 def _is_trimmed(run: Path, parent: artifact.Artifact) -> bool:
-    """Whether the model had its pieces chosen before it was trained. Where none had to go, as in a student whose
-    teacher was trimmed, its settings alone say so."""
-    made = Run(run)
-    by_settings = made.exists and configuration.load(str(made.config)).recipe.compress.vocabulary == "trim"
+    """Whether the vocabulary was trimmed before training. A student of a trimmed teacher shows it in its settings
+    alone."""
+    parent_run = Run(run)
+    by_settings = (
+        parent_run.exists and configuration.load_config(str(parent_run.config)).recipe.compress.vocabulary == "trim"
+    )
     return by_settings or "vocabulary" in parent.lineage
 
 
-def store_of(run: Path) -> Path:
-    """The token store that a run was trained from."""
-    created = Run(run).first("created")
+def find_token_store(run: Path) -> Path:
+    """Find the token store of a run."""
+    created = Run(run).first_event("created")
     if created is None:
-        raise UserError(f"{run} holds no run; name the folder of a finished one", code="not_a_run")
+        raise UserError(f"{run} holds no run; name the folder of a finished run", code="not_a_run")
     return Path(created["store"])

@@ -1,5 +1,7 @@
-"""A teacher's answers to all training rows of a store: computed once by a Ray Data job, kept beside the rows by the
-teacher's version, and read by every student, trial, seed and resume."""
+"""A teacher's logits for all training rows of a token store.
+
+One Ray Data job computes them. They are stored beside the rows under the teacher's version. Every student, trial, seed
+and resume reads the same file."""
 
 import errno
 import math
@@ -16,13 +18,13 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain import ray_internals
-from rtrain.config import Model
+from rtrain.config import ModelConfig
 from rtrain.core import atomic_write, env, events
-from rtrain.core.errors import UserError, quoted
-from rtrain.core.ragged import IGNORED, Floats, Head, Int32s, Ints, Outputs, batches
+from rtrain.core.errors import UserError, quote_value
+from rtrain.core.ragged import IGNORE_INDEX, Floats, Head, Int32s, Ints, Outputs, iter_batches
 from rtrain.data.store.store import Store, open_store
 from rtrain.inference import artifact
-from rtrain.metrics.entities import of_tokens
+from rtrain.metrics.entities import select_token_targets
 from rtrain.models import builder, pooling, vocab_trimming
 from rtrain.tasks import base
 from rtrain.trainer.step import forward
@@ -31,142 +33,171 @@ if TYPE_CHECKING:
     import torch
 
 OnEvent = Callable[[dict[str, Any]], None]
-TEACHER_ROWS = 64
-"""Rows of one pass of the teacher."""
-TEACHER_TOKENS = 1 << 14
-"""Tokens of one pass of the teacher. Rows of similar length share a pass: without this limit the last passes would
-hold 64 of the longest rows."""
+TEACHER_BATCH_ROWS = 64
+"""Rows of one forward batch of the teacher."""
+TEACHER_BATCH_TOKENS = 1 << 14
+"""Tokens of one forward batch of the teacher. Rows of similar length share a batch. Without this limit the last batches
+would hold 64 of the longest rows."""
 BLOCK_ROWS = 1024
-"""Rows that one data task answers."""
-MEAN_LINES = 1 << 16
-"""Lines of outputs of which the mean is taken at a time."""
-SHOWN = 3
-"""Labels that are named where the rows' are not the teacher's."""
+"""Rows per data task."""
+MEAN_CHUNK_ROWS = 1 << 16
+"""Lines of outputs averaged at a time."""
+MAX_SHOWN_LABELS = 3
+"""Labels that an error names if rows and teacher differ."""
 PRECISION = "fp32"
-"""Number format of the answers, whatever the student's: they are kept under the teacher's version alone, and students
-on other machines, or in another format, learn the same ones."""
+"""Number format of the logits, whatever the student's. They are stored under the teacher's version alone: students on
+other machines, or in another format, learn from the same logits."""
 TAGS = "tags"
-"""Output of the tasks that answer each word, at its first token."""
-TEACHER_CPUS = 1
+"""Output of the tasks that label each word, at its first token."""
+TEACHER_THREADS = 1
 """Threads of one teacher process."""
 
 
-class Asked(NamedTuple):
-    """A teacher, and whether its student has its tokenizer, whole or trimmed."""
+class TeacherQuery(NamedTuple):
+    """A teacher. `shares_tokenizer`: its student has the same tokenizer, whole or trimmed."""
 
     folder: Path
-    made: artifact.Artifact
-    alike: bool
+    metadata: artifact.Artifact
+    shares_tokenizer: bool
 
 
-def teach_together(
-    teachers: Sequence[Asked],
+def answer_with_all_teachers(
+    teachers: Sequence[TeacherQuery],
     name: str,
     store: Store,
     weights: Path,
-    other: Callable[[Path], Store],
+    open_teacher_store: Callable[[Path], Store],
     on_event: OnEvent = lambda event: None,
 ) -> None:
-    """Have each teacher answer the training rows of `store`, as `teach` does, and keep the mean of their outputs under
-    `name`, which of one teacher is its version."""
+    """Run each teacher on the training rows of `store` (`answer_with_teacher`); store the mean of their outputs as
+    `name`.
+
+    `name` of a single teacher is its version.
+    """
     if store.teacher_file(name).is_file():
         return
-    for one in teachers:
-        teach(one.folder, one.made, store, weights, other, alike=one.alike, on_event=on_event)
+    for teacher in teachers:
+        answer_with_teacher(
+            teacher.folder,
+            teacher.metadata,
+            store,
+            weights,
+            open_teacher_store,
+            shares_tokenizer=teacher.shares_tokenizer,
+            on_event=on_event,
+        )
     if len(teachers) > 1:
-        average(store, [one.made.version for one in teachers], name)
+        average_answers(store, [query.metadata.version for query in teachers], name)
 
 
-def average(store: Store, versions: Sequence[str], name: str) -> None:
-    """Keep the mean of several teachers' outputs as those of `name`.
+def average_answers(store: Store, versions: Sequence[str], name: str) -> None:
+    """Store the mean of several teachers' outputs as `name`.
 
-    Before they are softened: the mean of logits is, but for what softmax takes away, the geometric mean of the softened
-    answers, whatever the temperature, so that it is kept once for all students.
+    The mean is taken before the softmax: up to a constant that softmax removes, the mean of logits is the geometric
+    mean of the softened probabilities at any temperature. One file therefore serves all students.
     """
-    known = [store.teacher(version) for version in versions]
-    with _written(store.teacher_file(name), known[0].shape) as found:
-        for first in range(0, len(found), MEAN_LINES):
-            part = slice(first, first + MEAN_LINES)
-            found[part] = np.mean([one[part] for one in known], axis=0, dtype=np.float64)
+    teacher_outputs = [store.open_teacher_logits(version) for version in versions]
+    with _open_draft_array(store.teacher_file(name), teacher_outputs[0].shape) as mean_outputs:
+        for start_row in range(0, len(mean_outputs), MEAN_CHUNK_ROWS):
+            chunk = slice(start_row, start_row + MEAN_CHUNK_ROWS)
+            mean_outputs[chunk] = np.mean([outputs[chunk] for outputs in teacher_outputs], axis=0, dtype=np.float64)
 
 
-def teach(
+def answer_with_teacher(
     folder: Path,
-    made: artifact.Artifact,
+    metadata: artifact.Artifact,
     store: Store,
     weights: Path,
-    other: Callable[[Path], Store],
+    open_teacher_store: Callable[[Path], Store],
     *,
-    alike: bool,
+    shares_tokenizer: bool,
     on_event: OnEvent = lambda event: None,
 ) -> None:
-    """Have the teacher of `folder` answer the training rows of `store`; see `rtrain.data.store.builder.Taught`.
+    """Compute the teacher's logits for the training rows of `store`; see `rtrain.data.store.builder.TeacherPass`.
 
-    `alike`: the student that the rows are tokenised for, as `weights` reads them, has the teacher's tokenizer, whole or
-    trimmed. The teacher answers the rows as its own tokenizer reads them, and its answers are carried over by row id,
-    tags by their words; `other` makes the store of these rows. Where answers are places in the student's tokens, the
-    teacher reads these. Raises `UserError` where the rows have other labels than the teacher.
+    With another tokenizer, the teacher reads the rows of `open_teacher_store(folder)`, and its logits are matched to
+    `store` by row id (tags: by word). If answers are positions in the student's tokens, the teacher reads those tokens.
+
+    Args:
+        weights: the model folder whose tokenizer made `store`.
+        shares_tokenizer: the student has the teacher's tokenizer, whole or trimmed.
+
+    Raises:
+        UserError: the labels of the rows differ from the teacher's.
     """
-    if store.teacher_file(made.version).is_file():
+    if store.teacher_file(metadata.version).is_file():
         return
-    if store.manifest.labels != made.labels:
-        counts = f"{len(store.manifest.labels)} labels, and the teacher {folder} was trained on {len(made.labels)}"
-        only = [quoted(one) for one in store.manifest.labels if one not in made.labels][:SHOWN]
-        lacking = [quoted(one) for one in made.labels if one not in store.manifest.labels][:SHOWN]
-        names = [f"{of} alone: {', '.join(found)}" for of, found in (("rows", only), ("teacher", lacking)) if found]
-        told = f" ({'; '.join(names)})" if names else ", in another order"
+    if store.manifest.labels != metadata.labels:
+        counts = f"{len(store.manifest.labels)} labels, and the teacher {folder} was trained on {len(metadata.labels)}"
+        row_labels = [quote_value(label) for label in store.manifest.labels if label not in metadata.labels][
+            :MAX_SHOWN_LABELS
+        ]
+        teacher_labels = [quote_value(label) for label in metadata.labels if label not in store.manifest.labels][
+            :MAX_SHOWN_LABELS
+        ]
+        names = [
+            f"{owner} alone: {', '.join(labels)}"
+            for owner, labels in (("rows", row_labels), ("teacher", teacher_labels))
+            if labels
+        ]
+        label_note = f" ({'; '.join(names)})" if names else ", in another order"
         raise UserError(
-            f"data.path: these rows have {counts}{told}; a student learns rows with the same labels",
-            code="other_labels",
+            f"data.path: these rows have {counts}{label_note}; a student learns rows with the same labels",
+            code="label_mismatch",
         )
-    on_event(events.doing(f"the teacher answers {store.rows('train'):,} rows", "teacher"))
-    task, trimmed = base.get(made.task), vocab_trimming.read(weights)
-    if alike and (trimmed is None or (task.by_token and task.output != TAGS)):
-        ensure_answers(store, folder, made, trimmed)
+    on_event(events.make_phase_event(f"the teacher answers {store.num_rows('train'):,} rows", "teacher"))
+    task, trimmed = base.get_task(metadata.task), vocab_trimming.read_trimmed(weights)
+    if shares_tokenizer and (trimmed is None or (task.is_token_level and task.output != TAGS)):
+        ensure_answers(store, folder, metadata, trimmed)
         return
-    own = other(folder)
-    ensure_answers(own, folder, made)
-    carry(own, store, made.version, by_word=task.output == TAGS)
+    teacher_store = open_teacher_store(folder)
+    ensure_answers(teacher_store, folder, metadata)
+    copy_answers(teacher_store, store, metadata.version, by_word=task.output == TAGS)
 
 
-def carry(source: Store, target: Store, version: str, *, by_word: bool = False) -> None:
-    """Give a store the answers, one for each row, that another store has for the same rows; with `by_word`, one for
-    each token that has a target, which is the first one of a word. Raises `UserError` where that one lacks a row."""
-    known, wanted = (store.column("train", "row_id") for store in (source, target))
-    order = np.argsort(known, kind="stable")
-    places = order[np.minimum(np.searchsorted(known[order], wanted), len(known) - 1)]
-    answered: Any = slice(None)
-    same = np.array_equal(known[places], wanted)
-    if same and by_word:
-        targets, theirs = (of_tokens(store.targets("train")) for store in (target, source))
-        tokens = source.token_places(places)
-        answered, there = targets.values != IGNORED, theirs.values[tokens] != IGNORED
-        same = np.array_equal(_in_rows(answered, targets.counts), _in_rows(there, theirs.counts[places]))
-        places = tokens[there]
-    if not same:
-        raise UserError(
-            f"{source.folder} and {target.folder} hold other rows; remove both and start again", code="other_rows"
+def copy_answers(source: Store, target: Store, version: str, *, by_word: bool = False) -> None:
+    """Copy a teacher's logits from one store to another store of the same rows.
+
+    `by_word`: one line for each token with a target, i.e. for the first token of each word. Raises `UserError` if
+    `source` lacks a row.
+    """
+    source_ids, target_ids = (store.column("train", "row_id") for store in (source, target))
+    order = np.argsort(source_ids, kind="stable")
+    places = order[np.minimum(np.searchsorted(source_ids[order], target_ids), len(source_ids) - 1)]
+    target_mask: Any = slice(None)
+    is_same = np.array_equal(source_ids[places], target_ids)
+    if is_same and by_word:
+        targets, source_targets = (select_token_targets(store.targets("train")) for store in (target, source))
+        tokens = source.token_offsets(places)
+        target_mask, source_mask = targets.values != IGNORE_INDEX, source_targets.values[tokens] != IGNORE_INDEX
+        is_same = np.array_equal(
+            _count_per_row(target_mask, targets.counts), _count_per_row(source_mask, source_targets.counts[places])
         )
-    answers = source.teacher(version)
-    lines = target.manifest.tokens["train"] if by_word else len(wanted)
-    with _written(target.teacher_file(version), (lines, answers.shape[1])) as written:
-        written[answered] = answers[places]
+        places = tokens[source_mask]
+    if not is_same:
+        raise UserError(
+            f"{source.folder} and {target.folder} hold other rows; remove both and start again", code="row_mismatch"
+        )
+    answers = source.open_teacher_logits(version)
+    lines = target.manifest.tokens["train"] if by_word else len(target_ids)
+    with _open_draft_array(target.teacher_file(version), (lines, answers.shape[1])) as target_answers:
+        target_answers[target_mask] = answers[places]
 
 
-def _in_rows(chosen: npt.NDArray[np.bool_], counts: Int32s) -> Ints:
-    """How many values of each row are chosen; `counts`: how many it has."""
-    before = np.concatenate([[0], np.cumsum(chosen, dtype=np.int64)])
-    ends = before[np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])]
-    found: Ints = ends[1:] - ends[:-1]
-    return found
+def _count_per_row(mask: npt.NDArray[np.bool_], row_lengths: Int32s) -> Ints:
+    """Count the `True` values of each row; `row_lengths`: values per row."""
+    cumulative = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
+    ends = cumulative[np.concatenate([[0], np.cumsum(row_lengths, dtype=np.int64)])]
+    row_counts: Ints = ends[1:] - ends[:-1]
+    return row_counts
 
 
 def ensure_answers(
-    store: Store, folder: Path, teacher: artifact.Artifact, trimmed: vocab_trimming.Trimmed | None = None
+    store: Store, folder: Path, teacher: artifact.Artifact, trimmed: vocab_trimming.TrimmedVocabulary | None = None
 ) -> bool:
-    """Logits of all training rows by the teacher, kept in the store; returns whether they had to be computed.
+    """Compute the teacher's logits of all training rows, unless the store has them; returns whether it computed them.
 
-    A store of `trimmed` pieces is read by their numbers in the teacher's vocabulary, which is whole.
+    `trimmed`: the store has token ids of this trimmed vocabulary; they are mapped to ids of the teacher's vocabulary.
     """
     import ray
     import ray.data
@@ -174,53 +205,52 @@ def ensure_answers(
     final = store.teacher_file(teacher.version)
     if final.is_file():
         return False
-    # Every row is about to be read. A damaged store is refused here: from a data task it would come as a traceback.
+    # Data tasks would report a damaged store as a traceback, so check it here.
     store.check(size_only=False)
-    rows = store.rows("train")
+    rows = store.num_rows("train")
     nodes = [node["Resources"].get("CPU", 0.0) for node in ray.nodes() if node["Alive"]]
-    blocks = max(env.cores(), math.ceil(rows / BLOCK_ROWS))
-    ray_internals.without_data_actors()
+    blocks = max(env.available_cores(), math.ceil(rows / BLOCK_ROWS))
+    ray_internals.disable_data_actors()
     dataset = ray.data.range(rows, override_num_blocks=blocks).map_batches(
         partial(
             answer_rows,
             store=store.folder,
             folder=folder,
-            ids=None if trimmed is None else vocab_trimming.old_ids(trimmed.kept),
+            ids=None if trimmed is None else vocab_trimming.original_ids(trimmed.kept_ids),
         ),
-        batch_size=TEACHER_ROWS,
-        num_cpus=logical_cpus(nodes, env.cores()),
+        batch_size=TEACHER_BATCH_ROWS,
+        num_cpus=logical_cpus(nodes, env.available_cores()),
     )
-    # A line for each row, or for each of its tokens.
-    by_token = base.get(teacher.task).by_token
+    # One line per row, or per token.
+    by_token = base.get_task(teacher.task).is_token_level
     shape = (store.manifest.tokens["train"] if by_token else rows, len(teacher.labels))
-    seen = 0
-    with _written(final, shape) as logits:
+    answered_rows = 0
+    with _open_draft_array(final, shape) as logits:
         for batch in dataset.iter_batches(batch_size=None, batch_format="numpy"):
             answers = [np.asarray(row).reshape(-1, shape[1]) for row in batch["logits"]]
             positions = batch["position"]
-            logits[store.token_places(positions) if by_token else positions] = np.concatenate(answers)
-            seen += len(batch["position"])
-        if seen != rows:
-            raise RuntimeError(f"the teacher answered {seen} of {rows} rows")
+            logits[store.token_offsets(positions) if by_token else positions] = np.concatenate(answers)
+            answered_rows += len(batch["position"])
+        if answered_rows != rows:
+            raise RuntimeError(f"the teacher answered {answered_rows} of {rows} rows")
     return True
 
 
 @contextmanager
-def _written(final: Path, shape: tuple[int, int]) -> Iterator["np.memmap[Any, Any]"]:
-    """An array on the disk that has the name `final` once the block has ended. Where the block fails, nothing is left;
-    what a killed process has left goes too.
+def _open_draft_array(final: Path, shape: tuple[int, int]) -> Iterator["np.memmap[Any, Any]"]:
+    """Open an array on disk that gets the name `final` when the block ends.
 
-    Raises `UserError` where the disk has no room, before anything is computed: an array that is written page by page
-    would end the process by a signal.
+    A failed block leaves no file. Drafts of killed processes are removed. Raises `UserError` on a full disk before
+    anything is computed: a memory-mapped write to a full disk kills the process by a signal.
     """
-    atomic_write.sweep(final)
+    atomic_write.remove_stale_drafts(final)
     draft = atomic_write.Draft(final)
     try:
         path = draft.folder / final.name
-        found = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
-        _hold_room(path)
-        yield found
-        found.flush()
+        array = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+        _reserve_disk_space(path)
+        yield array
+        array.flush()
         atomic_write.sync(path)
         path.rename(final)
         atomic_write.sync(final.parent)
@@ -229,8 +259,8 @@ def _written(final: Path, shape: tuple[int, int]) -> Iterator["np.memmap[Any, An
         draft.release()
 
 
-def _hold_room(path: Path) -> None:
-    """Take the room on the disk that a file says it has."""
+def _reserve_disk_space(path: Path) -> None:
+    """Allocate the disk blocks of a sparse file."""
     size = path.stat().st_size
     try:
         with path.open("r+b") as file:
@@ -244,59 +274,69 @@ def _hold_room(path: Path) -> None:
 
 
 def logical_cpus(nodes: Sequence[float], cores: int) -> float:
-    """What a process of one thread asks Ray for; `nodes`: the logical CPUs of each node, `cores`: of this machine.
+    """Logical CPUs that a single-threaded process requests from Ray.
 
-    A private Ray counts more CPUs than its machine has (`rtrain.cluster.connection`). Nodes that others started count
-    their own, and they may have more than the machine that asks.
+    A private Ray counts more CPUs than its machine has (`rtrain.cluster.connection`). Nodes of a shared cluster count
+    their real CPUs.
+
+    Args:
+        nodes: logical CPUs of each node.
+        cores: cores of this machine.
     """
     return max(1.0, nodes[0] / cores) if len(nodes) == 1 else 1.0
 
 
 def answer_rows(batch: dict[str, Any], store: Path, folder: Path, ids: Ints | None = None) -> dict[str, Any]:
-    """A data task: outputs for the rows at places `id` of the length order, with their positions in the index; numbers
-    on the scale of these rows."""
+    """Data task: logits of the rows at places `id` of the length order, and their positions in the index.
+
+    Numbers are on the scale of these rows.
+    """
     import torch
 
-    opened, order, made, network = _teacher(store, folder)
-    positions, task, pad_id = order[batch["id"]], base.get(made.task), builder.pad_id(folder)
-    head, lengths = Head(made.labels, made.facts), opened.column("train", "length")[positions]
-    # As an array of arrays: rows of several tokens have several answers.
+    opened_store, order, metadata, network = _load_teacher(store, folder)
+    positions, task, pad_id = order[batch["id"]], base.get_task(metadata.task), builder.pad_id(folder)
+    head, lengths = Head(metadata.labels, metadata.facts), opened_store.column("train", "length")[positions]
+    # An array of arrays, since rows have different numbers of tokens.
     answers = np.empty(len(positions), dtype=object)
-    for places in batches(lengths, np.arange(len(positions)), TEACHER_ROWS, TEACHER_TOKENS):
-        tokens = opened.read("train", positions[places])
+    for places in iter_batches(lengths, np.arange(len(positions)), TEACHER_BATCH_ROWS, TEACHER_BATCH_TOKENS):
+        tokens = opened_store.read_tokens("train", positions[places])
         if ids is not None:
             tokens = replace(tokens, ids=ids[tokens.ids].astype(np.int32))
         with torch.inference_mode():
-            logits = forward(network, tokens, pad_id, PRECISION, task.wanted(tokens, head)).float().numpy()
-        outputs = rescaled(task.outputs(logits, tokens, head), made.facts, opened.manifest.facts)
+            logits = forward(network, tokens, pad_id, PRECISION, task.logit_positions(tokens, head)).float().numpy()
+        outputs = rescale_outputs(task.row_outputs(logits, tokens, head), metadata.facts, opened_store.manifest.facts)
         answers[places] = [np.ascontiguousarray(row).ravel() for row in outputs]
     return {"position": positions, "logits": answers}
 
 
-def rescaled(outputs: Outputs, teacher: Mapping[str, Any], rows: Mapping[str, Any]) -> Outputs:
-    """A teacher's outputs as a model of these rows would put them; `teacher` and `rows`: facts of their heads.
+def rescale_outputs(outputs: Outputs, teacher: Mapping[str, Any], rows: Mapping[str, Any]) -> Outputs:
+    """Convert a teacher's outputs to the scale of these rows; `teacher` and `rows`: facts of their heads.
 
-    A number is put in spreads from the mean of the rows that a model was trained on. Where those of the teacher are
-    others, as of another split, its 0 would be learned as another number. Outputs of other kinds stay as they are.
+    Numbers are standardized by the mean and standard deviation of a model's training rows. A teacher that was trained
+    on other rows has another scale. Other kinds of output are returned unchanged.
     """
     scales = [(facts["mean"], facts["std"]) for facts in (teacher, rows) if "std" in facts]
     if len(set(scales)) < 2:
         return outputs
     (mean, std), (own_mean, own_std) = scales
-    found: Floats = ((np.asarray(outputs, dtype=np.float64) * std + mean - own_mean) / own_std).astype(np.float32)
-    return found
+    rescaled_outputs: Floats = ((np.asarray(outputs, dtype=np.float64) * std + mean - own_mean) / own_std).astype(
+        np.float32
+    )
+    return rescaled_outputs
 
 
 @lru_cache(maxsize=1)
-def _teacher(store: Path, folder: Path) -> tuple[Store, Ints, artifact.Artifact, "torch.nn.Module"]:
-    """Loaded once per process: data tasks of one pass reuse their processes."""
+def _load_teacher(store: Path, folder: Path) -> tuple[Store, Ints, artifact.Artifact, "torch.nn.Module"]:
+    """Load store and teacher once per process: data tasks of one job reuse their processes."""
     import torch
 
-    torch.set_num_threads(TEACHER_CPUS)
-    opened, made = open_store(store), artifact.read(folder, verify=False)
-    # Neighbours in length share a pass; the data set counts places in this order.
-    order = np.argsort(opened.column("train", "length"), kind="stable")
-    chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
-    network = builder.build(folder, base.get(made.task), made.labels, seed=0, chosen=chosen)
-    builder.attend(network, training=False)
-    return opened, order, made, cast("torch.nn.Module", network).eval()
+    torch.set_num_threads(TEACHER_THREADS)
+    opened_store, metadata = open_store(store), artifact.read_artifact(folder, verify=False)
+    # Rows of similar length share a batch; the dataset counts places in this order.
+    order = np.argsort(opened_store.column("train", "length"), kind="stable")
+    model_config = ModelConfig(pooling=metadata.facts.get(pooling.FACT, "own"))
+    network = builder.build_network(
+        folder, base.get_task(metadata.task), metadata.labels, seed=0, model_config=model_config
+    )
+    builder.select_attention(network, training=False)
+    return opened_store, order, metadata, cast("torch.nn.Module", network).eval()

@@ -1,46 +1,46 @@
-"""The configuration: `Recipe` says what is trained and is a run's identity, `Deploy` says where and how it runs.
+"""The configuration: `Recipe`, the settings that identify a run, and `DeployConfig`, where and how it runs.
 
-Both are frozen pydantic models; a YAML file holds them together. The names below are what the other rooms use.
+Both are frozen pydantic models; one YAML file holds them. Other packages import the names below.
 """
 
 from rtrain.config.data import (
-    Augment as Augment,
-    Data as Data,
+    AugmentConfig as AugmentConfig,
+    DataConfig as DataConfig,
 )
 from rtrain.config.deploy import (
-    Cluster as Cluster,
-    Deploy as Deploy,
+    ClusterConfig as ClusterConfig,
+    DeployConfig as DeployConfig,
     Range as Range,
-    Serve as Serve,
-    Tune as Tune,
+    ServeConfig as ServeConfig,
+    TuneConfig as TuneConfig,
 )
 from rtrain.config.loading import (
     DEPLOY_FIELDS as DEPLOY_FIELDS,
     RECIPE_FIELDS as RECIPE_FIELDS,
     Config as Config,
-    assignment as assignment,
-    dotted as dotted,
-    dotted_names as dotted_names,
-    flat as flat,
-    load as load,
-    parse as parse,
+    flatten_config as flatten_config,
+    flatten_document as flatten_document,
+    format_assignment as format_assignment,
+    iter_setting_names as iter_setting_names,
+    list_recipe_names as list_recipe_names,
+    load_config as load_config,
     parse_assignment as parse_assignment,
-    put as put,
-    recipe_names as recipe_names,
-    recipe_text as recipe_text,
+    parse_config as parse_config,
+    read_recipe_text as read_recipe_text,
+    set_setting as set_setting,
     to_document as to_document,
     to_yaml as to_yaml,
     with_overrides as with_overrides,
 )
 from rtrain.config.recipe import (
-    BETAS as BETAS,
-    DEFAULT_FREQUENCY as DEFAULT_FREQUENCY,
-    LOCATION as LOCATION,
-    SPEED as SPEED,
-    Distill as Distill,
-    Gate as Gate,
-    Model as Model,
-    Optim as Optim,
+    ADAM_BETAS as ADAM_BETAS,
+    DEFAULT_AGGREGATION_FREQUENCY as DEFAULT_AGGREGATION_FREQUENCY,
+    LOCATION_SETTINGS as LOCATION_SETTINGS,
+    SPEED_SETTINGS as SPEED_SETTINGS,
+    DistillConfig as DistillConfig,
+    GateConfig as GateConfig,
+    ModelConfig as ModelConfig,
+    OptimConfig as OptimConfig,
     Recipe as Recipe,
-    Train as Train,
+    TrainConfig as TrainConfig,
 )

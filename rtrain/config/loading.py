@@ -1,7 +1,7 @@
-"""A YAML file, or a recipe's name, and dotted overrides -> a checked configuration; and back.
+"""Load a configuration from a YAML file or a recipe's name and dotted overrides, check it, and write it.
 
-The command line's `--set a.b=value` and a search trial change settings through the same function, `with_overrides`, and
-every problem is reported at once.
+`--set a.b=value` and search trials change settings through the same function, `with_overrides`. All problems are
+reported together.
 """
 
 import dataclasses
@@ -19,59 +19,62 @@ import yaml
 from pydantic import BaseModel
 
 from rtrain.config import validation
-from rtrain.config.deploy import Deploy, deploy_contradictions
+from rtrain.config.deploy import DeployConfig, find_deploy_problems
 from rtrain.config.recipe import Recipe
-from rtrain.core.errors import ConfigError, Problem, UserError, meant
+from rtrain.config.renamed import RENAMED
+from rtrain.core.errors import ConfigError, Problem, UserError, suggest_path
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
     recipe: Recipe
-    deploy: Deploy
-    named: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
-    """Dotted names of the settings that the user wrote: overrides, and those in a file of the user's own. A resume
-    takes all others from the run."""
+    deploy: DeployConfig
+    explicit_settings: frozenset[str] = dataclasses.field(default=frozenset(), compare=False)
+    """Dotted names of the settings in the overrides or in the user's own file. A resume takes all others from the
+    run."""
 
 
-ELSEWHERE = {
+COMMON_ALIASES = {
     **dict.fromkeys(("learning_rate", "base_lr", "max_lr"), "optim.lr"),
     **dict.fromkeys(("warmup_ratio", "warmup_steps"), "optim.warmup"),
-    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "optim.clip_norm"),
+    **dict.fromkeys(("max_grad_norm", "grad_clip", "gradient_clipping"), "optim.max_grad_norm"),
     **dict.fromkeys(("max_length", "max_len", "max_seq_length", "max_seq_len"), "data.max_tokens"),
-    **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), "train.micro_batch"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), "train.micro_batch_size"),
     **dict.fromkeys(("gradient_accumulation_steps", "accumulation_steps"), "train.aggregation_frequency"),
     **dict.fromkeys(("num_epochs", "num_train_epochs", "max_epochs"), "train.epochs"),
     **dict.fromkeys(("text_column", "text_column_name"), "data.text"),
     **dict.fromkeys(("label_column", "label_column_name"), "data.label"),
     **dict.fromkeys(("model_name", "model_name_or_path"), "model.name"),
 }
-"""What other programs call a setting, by the last part of the name."""
-UNREADABLE = (yaml.YAMLError, ValueError, RecursionError)
-"""What PyYAML raises: the second for a date that the calendar has not, the third for thousands of brackets."""
+"""Setting by its name in other programs (last part of the dotted name)."""
+YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
+"""Errors of PyYAML: `ValueError` for an invalid date, `RecursionError` for thousands of nested brackets."""
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
-DEPLOY_FIELDS = frozenset(Deploy.model_fields)
+DEPLOY_FIELDS = frozenset(DeployConfig.model_fields)
 
 
 # ---------------------------------------------------------------------------------------------- reading and writing
 
 
-def recipe_names() -> list[str]:
+def list_recipe_names() -> list[str]:
     folder = resources.files("rtrain.recipes")
     return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
 
 
-def recipe_text(name: str) -> str:
-    """The commented YAML of a recipe that comes with rtrain."""
-    if name not in recipe_names():
-        near = difflib.get_close_matches(name, recipe_names(), n=1, cutoff=0.7)
-        of_task = [each for each in recipe_names() if f"\ntask: {name}\n" in recipe_text(each)]
-        fix = f"did you mean {near[0]}?" if near else f"known: {', '.join(of_task or recipe_names())}"
+def read_recipe_text(name: str) -> str:
+    """Return the commented YAML of a recipe of rtrain."""
+    if name not in list_recipe_names():
+        matches = difflib.get_close_matches(name, list_recipe_names(), n=1, cutoff=0.7)
+        recipes_for_task = [recipe for recipe in list_recipe_names() if f"\ntask: {name}\n" in read_recipe_text(recipe)]
+        fix = (
+            f"did you mean {matches[0]}?" if matches else f"known: {', '.join(recipes_for_task or list_recipe_names())}"
+        )
         raise ConfigError(
             [
                 Problem(
                     "recipe",
                     name,
-                    "a task, of which there are recipes" if of_task else "unknown",
+                    "this is a task" if recipes_for_task else "unknown",
                     fix,
                     code="unknown_name",
                 )
@@ -80,44 +83,56 @@ def recipe_text(name: str) -> str:
     return (resources.files("rtrain.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _shipped(name: str) -> str:
-    """`recipe_text`; a folder, most likely of a run, is refused with what to write."""
-    inner = Path(name) / "config.yaml"
-    if name not in recipe_names() and inner.is_file():
+def _read_shipped_recipe(name: str) -> str:
+    """Call `read_recipe_text`; a run folder is refused with the command to write."""
+    run_config = Path(name) / "config.yaml"
+    if name not in list_recipe_names() and run_config.is_file():
         raise ConfigError(
-            [Problem("recipe", name, "a run's folder", f"write {inner}, or --resume --out {name}", code="not_a_recipe")]
+            [
+                Problem(
+                    "recipe",
+                    name,
+                    "this is a run folder",
+                    f"write {run_config}, or --resume --out {name}",
+                    code="not_a_recipe",
+                )
+            ]
         )
-    return recipe_text(name)
+    return read_recipe_text(name)
 
 
-def load(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration of a recipe's name or of a YAML file, changed by dotted `overrides`, checked as a whole."""
+def load_config(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Load a recipe or a YAML file, apply dotted `overrides`, and check the result as a whole."""
     path = Path(name_or_file)
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
-            fix = meant(path) or "write a recipe's name or an existing file"
+            fix = suggest_path(path) or "write a recipe's name or an existing file"
             raise ConfigError([Problem("recipe", name_or_file, "no such file", fix, code="not_found")])
-        text, own = _read(path), True
+        text, is_user_file = _read_text(path), True
     else:
-        text, own = _shipped(name_or_file), False
+        text, is_user_file = _read_shipped_recipe(name_or_file), False
     try:
-        document = yaml.load(text, _Loader)
-    except UNREADABLE as error:
+        document = yaml.load(text, _UniqueKeyLoader)
+    except YAML_ERRORS as error:
         raise UserError(f"{name_or_file} is not YAML: {error}", code="unreadable") from None
     if not isinstance(document, dict):
         raise UserError(
             f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)", code="wrong_type"
         )
     try:
-        config = parse(document, overrides or {})
+        config = parse_config(document, overrides or {})
     except ConfigError as error:
-        if own and any(problem.field not in (overrides or {}) for problem in error.problems):
+        if is_user_file and any(problem.field not in (overrides or {}) for problem in error.problems):
             raise ConfigError(error.problems, f"The settings are those of {name_or_file}.") from None
         raise
-    return dataclasses.replace(config, named=config.named | (dotted(document).keys() if own else {"name", "task"}))
+    return dataclasses.replace(
+        config,
+        explicit_settings=config.explicit_settings
+        | (flatten_document(document).keys() if is_user_file else {"name", "task"}),
+    )
 
 
-def _read(path: Path) -> str:
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
@@ -125,8 +140,8 @@ def _read(path: Path) -> str:
         raise ConfigError([Problem("recipe", str(path), "the file is not UTF-8", fix, code="not_utf8")]) from None
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML forbids a key that stands twice in one mapping; PyYAML would drop the first in silence."""
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """YAML forbids duplicate keys in a mapping; PyYAML would silently drop the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         lines: dict[str, int] = {}
@@ -134,62 +149,60 @@ class _Loader(yaml.SafeLoader):
             line = key.start_mark.line + 1
             if isinstance(key, yaml.ScalarNode):
                 if key.value in lines:
-                    reason = f"written twice, in the lines {lines[key.value]} and {line}"
+                    reason = f"written twice, in lines {lines[key.value]} and {line}"
                     raise ConfigError(
-                        [
-                            Problem(
-                                key.value, None, reason, "write it once, with all that belongs to it", code="duplicate"
-                            )
-                        ]
+                        [Problem(key.value, None, reason, "write it once, with all its settings", code="duplicate")]
                     )
                 lines[key.value] = line
-        found: dict[Any, Any] = super().construct_mapping(node, deep)
-        return found
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep)
+        return mapping
 
 
-def parse(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
-    """Build and check a configuration; `overrides` count as named. One `ConfigError` holds everything that is wrong."""
+def parse_config(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> Config:
+    """Build and check a configuration; `overrides` count as explicit. One `ConfigError` holds all problems."""
     merged: dict[str, Any] = json.loads(json.dumps(document, default=str))
-    problems = [problem for key, value in overrides.items() if (problem := put(merged, key, value)) is not None]
-    known = RECIPE_FIELDS | DEPLOY_FIELDS
-    problems += [_unknown(name, None, known) for name in merged if name not in known]
-    parts: list[Any] = []
-    for model, names in ((Recipe, RECIPE_FIELDS), (Deploy, DEPLOY_FIELDS)):
+    problems = [problem for key, value in overrides.items() if (problem := set_setting(merged, key, value)) is not None]
+    known_names = RECIPE_FIELDS | DEPLOY_FIELDS
+    problems += [_make_unknown_problem(name, None, known_names) for name in merged if name not in known_names]
+    validated_models: list[Any] = []
+    for model, names in ((Recipe, RECIPE_FIELDS), (DeployConfig, DEPLOY_FIELDS)):
         try:
-            parts.append(model.model_validate({name: value for name, value in merged.items() if name in names}))
+            validated_models.append(
+                model.model_validate({name: value for name, value in merged.items() if name in names})
+            )
         except pydantic.ValidationError as error:
-            problems += [_problem(details) for details in error.errors()]
-    if len(parts) == 2:
-        problems += [*validation.of_recipe(parts[0]), *deploy_contradictions(parts[1])]
+            problems += [_make_problem(details) for details in error.errors()]
+    if len(validated_models) == 2:
+        problems += [*validation.find_recipe_problems(validated_models[0]), *find_deploy_problems(validated_models[1])]
     if problems:
         raise ConfigError(problems)
-    recipe, deploy = parts
+    recipe, deploy = validated_models
     return Config(recipe, deploy, frozenset(overrides))
 
 
 def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:
-    """`config` with dotted names set, e.g. `{"optim.lr": 3e-5}`; checked like a file."""
-    changed = parse(to_document(config), overrides)
-    return dataclasses.replace(changed, named=config.named | changed.named)
+    """Return `config` with dotted names set, e.g. `{"optim.lr": 3e-5}`; checked like a file."""
+    new_config = parse_config(to_document(config), overrides)
+    return dataclasses.replace(new_config, explicit_settings=config.explicit_settings | new_config.explicit_settings)
 
 
 def to_document(config: Config) -> dict[str, Any]:
     return {**config.recipe.model_dump(mode="json"), **config.deploy.model_dump(mode="json")}
 
 
-def flat(config: Config) -> dict[str, Any]:
-    """Every setting by its dotted name."""
-    return dotted(to_document(config))
+def flatten_config(config: Config) -> dict[str, Any]:
+    """Return every setting by its dotted name."""
+    return flatten_document(to_document(config))
 
 
-def dotted(document: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a document of sections, by dotted names."""
-    found: dict[str, Any] = {}
+def flatten_document(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a document of sections by dotted name."""
+    values: dict[str, Any] = {}
     for name, value in document.items():
-        found |= (
+        values |= (
             {f"{name}.{leaf}": inner for leaf, inner in value.items()} if isinstance(value, dict) else {name: value}
         )
-    return found
+    return values
 
 
 def to_yaml(config: Config) -> str:
@@ -197,117 +210,121 @@ def to_yaml(config: Config) -> str:
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """`a.b=value` as (name, value); the value is YAML, so numbers, lists and null are what they look like.
+    """Parse `a.b=value` to (name, value); the value is YAML.
 
-    A setting that is a text, such as a column's name, is the text as it is written, unless that is null or in quotes:
-    YAML would make something else of a number, a date, yes and no, `a: b`, and a text with a #, a comment to it. So are
-    the texts of a list, such as columns' names.
+    A text setting, such as a column's name, keeps the text literally, unless it is null or in quotes: YAML would change
+    numbers, dates, yes and no, `a: b`, and a text with # (a comment). The same holds for lists of texts, such as
+    columns' names.
     """
     name, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not name:
         raise ConfigError(
             [Problem("--set", text, "not an assignment", "write --set section.name=value", code="not_an_assignment")]
         )
-    annotation = _annotation(name)
-    kinds = _kinds(annotation)
+    annotation = _find_annotation(name)
+    value_types = _accepted_types(annotation)
     try:
-        found = yaml.safe_load(value)
-    except UNREADABLE:
-        if str in kinds:
+        parsed_value = yaml.safe_load(value)
+    except YAML_ERRORS:
+        if str in value_types:
             return name, value
         raise ConfigError(
             [Problem("--set", text, "the value is not YAML", "put it into quotes", code="unreadable")]
         ) from None
-    if isinstance(found, list) and _lists_texts(annotation):
+    if isinstance(parsed_value, list) and _is_text_list(annotation):
         return name, yaml.load(value, yaml.BaseLoader)
-    if str not in kinds or found is None:
-        return name, found
-    return name, found if isinstance(found, str) and value[0] in "'\"" else value
+    if str not in value_types or parsed_value is None:
+        return name, parsed_value
+    return name, parsed_value if isinstance(parsed_value, str) and value[0] in "'\"" else value
 
 
-def assignment(name: str, value: str | list[str]) -> str:
-    """What `parse_assignment` reads as this value of a setting."""
-    plain = f"{name}={value}"
-    return plain if parse_assignment(plain) == (name, value) else f"{name}={json.dumps(value, ensure_ascii=False)}"
+def format_assignment(name: str, value: str | list[str]) -> str:
+    """Return the text that `parse_assignment` parses to this value of a setting."""
+    text = f"{name}={value}"
+    return text if parse_assignment(text) == (name, value) else f"{name}={json.dumps(value, ensure_ascii=False)}"
 
 
-def _annotation(name: str) -> Any:
-    """The type of the setting with a dotted name; None for an unknown one."""
+def _find_annotation(name: str) -> Any:
+    """Return the type of the setting with a dotted name; None for an unknown setting."""
     section, _, leaf = name.rpartition(".")
-    for model in (Recipe, Deploy):
-        holder = model.model_fields[section].annotation if section in model.model_fields else model
-        fields = getattr(holder, "model_fields", {})
-        if (not section or holder is not model) and leaf in fields:
+    for model in (Recipe, DeployConfig):
+        section_model = model.model_fields[section].annotation if section in model.model_fields else model
+        fields = getattr(section_model, "model_fields", {})
+        if (not section or section_model is not model) and leaf in fields:
             return fields[leaf].annotation
     return None
 
 
-def _kinds(annotation: Any) -> set[Any]:
-    """The types that a setting takes, without what they hold."""
-    origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
+def _accepted_types(annotation: Any) -> set[Any]:
+    """Return the types of a setting without their type arguments."""
+    origin, type_args = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is Annotated:
-        return _kinds(inner[0])
+        return _accepted_types(type_args[0])
     if origin in (typing.Union, types.UnionType):
-        return set().union(*map(_kinds, inner))
+        return set().union(*map(_accepted_types, type_args))
     return {origin or annotation}
 
 
-def _lists_texts(annotation: Any) -> bool:
-    """Whether a setting takes a list of texts."""
-    return annotation == tuple[str, ...] or any(map(_lists_texts, typing.get_args(annotation)))
+def _is_text_list(annotation: Any) -> bool:
+    """Whether a setting is a list of texts."""
+    return annotation == tuple[str, ...] or any(map(_is_text_list, typing.get_args(annotation)))
 
 
 # ----------------------------------------------------------------------------------------------------------- checks
 
 
-def put(document: dict[str, Any], key: str, value: Any) -> Problem | None:
-    """Set a dotted name in `document`; a name that no model has is a problem with its nearest neighbours."""
-    known = set(dotted_names())
-    if key not in known:
-        return _unknown(key, None, known)
+def set_setting(document: dict[str, Any], key: str, value: Any) -> Problem | None:
+    """Set a dotted name in `document`; an unknown name is a problem with the nearest names."""
+    known_names = set(iter_setting_names())
+    if key not in known_names:
+        return _make_unknown_problem(key, None, known_names)
     *sections, name = key.split(".")
     for section in sections:
-        inner = document.get(section)
-        document[section] = document = dict(inner) if isinstance(inner, dict) else {}
+        section_values = document.get(section)
+        document[section] = document = dict(section_values) if isinstance(section_values, dict) else {}
     document[name] = value
     return None
 
 
-def dotted_names() -> Iterator[str]:
-    """Every name that `--set` accepts."""
-    for model in (Recipe, Deploy):
+def iter_setting_names() -> Iterator[str]:
+    """Yield every name that `--set` accepts."""
+    for model in (Recipe, DeployConfig):
         for name, field in model.model_fields.items():
-            inner = field.annotation
-            if isinstance(inner, type) and issubclass(inner, BaseModel):
-                yield from (f"{name}.{leaf}" for leaf in inner.model_fields)
+            field_type = field.annotation
+            if isinstance(field_type, type) and issubclass(field_type, BaseModel):
+                yield from (f"{name}.{leaf}" for leaf in field_type.model_fields)
             else:
                 yield name
 
 
-def _unknown(field: str, value: Any, known: Any) -> Problem:
-    last = field.rsplit(".", 1)[-1]
-    near = (
-        [ELSEWHERE[last]]
-        if ELSEWHERE.get(last) in known
-        else difflib.get_close_matches(str(value or field), list(known), n=1, cutoff=0.5)
+def _make_unknown_problem(field: str, value: Any, known_names: Any) -> Problem:
+    if field in RENAMED:
+        return Problem(field, value, f"renamed to {RENAMED[field]}", f"write {RENAMED[field]}", code="renamed_setting")
+    leaf = field.rsplit(".", 1)[-1]
+    suggestions = (
+        [COMMON_ALIASES[leaf]]
+        if COMMON_ALIASES.get(leaf) in known_names
+        else difflib.get_close_matches(str(value or field), list(known_names), n=1, cutoff=0.5)
     )
-    near += [name for name in sorted(known) if name.endswith(f".{last}") and name not in near]  # in another section
-    fix = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+    suggestions += [
+        name for name in sorted(known_names) if name.endswith(f".{leaf}") and name not in suggestions
+    ]  # in another section
+    fix = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"known: {', '.join(sorted(known_names))}"
     return Problem(field, value, "unknown", fix, code="unknown_setting" if value is None else "unknown_name")
 
 
-def _problem(details: Any) -> Problem:
+def _make_problem(details: Any) -> Problem:
     field = ".".join(str(part) for part in details["loc"])
     reason = details["msg"][0].lower() + details["msg"][1:]
     if details["type"] == "extra_forbidden":
-        return _unknown(field, None, set(dotted_names()))
+        return _make_unknown_problem(field, None, set(iter_setting_names()))
     if details["type"] == "unknown_name":
-        return _unknown(field, details["input"], details["ctx"]["known"])
+        return _make_unknown_problem(field, details["input"], details["ctx"]["known"])
     if details["type"] == "missing":
         return Problem(field, None, "missing", "add it", code="missing")
     if details["type"] == "tuple_type" and isinstance(details["input"], str):
-        return Problem(field, details["input"], "no list", f"write {field}=[{details['input']}]", code="wrong_type")
-    kinds = {"literal_error": "unknown_name", "string_pattern_mismatch": "wrong_form"}
+        return Problem(field, details["input"], "not a list", f"write {field}=[{details['input']}]", code="wrong_type")
+    codes = {"literal_error": "unknown_name", "string_pattern_mismatch": "wrong_form"}
     is_bound = details["type"].startswith(("greater_than", "less_than"))
-    code = "out_of_range" if is_bound else kinds.get(details["type"], "wrong_type")
+    code = "out_of_range" if is_bound else codes.get(details["type"], "wrong_type")
     return Problem(field, details["input"], reason, "correct the value", code=code)

@@ -1,6 +1,6 @@
-"""What is trained: `Recipe` with its sections, which are a run's identity.
+"""`Recipe` and its sections: the settings that identify a run.
 
-The sections `data` and `augment`, which say which rows there are, are in `config.data`.
+The sections `data` and `augment`, which select the rows, are in `config.data`.
 """
 
 import hashlib
@@ -12,12 +12,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from rtrain.config.data import (
-    Augment,
-    Data,
+    AugmentConfig,
+    ConfigSection,
+    DataConfig,
+    Fraction,
     OneOf,
-    Positive,
-    Section,
-    Share,
+    PositiveInt,
 )
 from rtrain.core import engines
 
@@ -33,12 +33,13 @@ TASKS = (
 )
 """Every task. The module `rtrain.tasks.<name>` holds it, as `TASK`; nothing else is listed by a task's name."""
 
-DEFAULT_FREQUENCY = 4
-BETAS = (0.9, 0.999)
-"""By which AdamW and RAdam average gradients and their squares, unless `optim.beta2_scaling` changes the second."""
+DEFAULT_AGGREGATION_FREQUENCY = 4
+ADAM_BETAS = (0.9, 0.999)
+"""Decay rates of the averages of gradients and of their squares in AdamW and RAdam. `optim.beta2_scaling` changes the
+second."""
 
 
-class Model(Section):
+class ModelConfig(ConfigSection):
     name: str = "minilm"
     """`minilm` (the packaged all-MiniLM-L6-v2), a Transformers folder, or a model hub name (also with @revision). It is
     an encoder: decoders and encoder-decoders are refused."""
@@ -46,59 +47,60 @@ class Model(Section):
     """Dropout of attention weights; null takes the model's own, which is 0.1 for most. With 0, long texts train faster
     on a CPU (1.7 times at 512 tokens), since a mask has the square of the text's tokens as its size."""
     dropout: Annotated[float, Field(ge=0, lt=1)] | None = None
-    """Dropout of hidden values: of embeddings, of what each layer adds to them and, for BERT and its kin, before the
+    """Dropout of hidden values: of embeddings, of each layer's output and, for BERT and related models, before the
     head. null takes the model's own, which is 0.1 for most."""
     pooling: Literal["auto", "own", "mean"] = "auto"
-    """How a text's tokens become one vector: `own` is the way of the model's own head (the first token, for most),
+    """How a text's tokens become one vector: `own` is the pooling of the model's own head (the first token, for most),
     `mean` is the mean of the tokens. `auto` takes the mean for sentence encoders, which are trained for it: the
-    packaged one, or a folder whose sentence-transformers files (`1_Pooling`, `modules.json`) say so. It is decided once
-    and kept in the run. An artefact that reads the mean is answered by rtrain and refused by transformers;
+    packaged one, or a folder whose sentence-transformers files (`1_Pooling`, `modules.json`) say so. The choice is made
+    once and kept in the run. rtrain answers with an artifact that reads the mean, transformers refuses it, and
     sentence-transformers loads its encoder."""
-    positions: Positive | None = None
-    """Tokens that the model's table of positions is to hold: a shorter one gets its rows repeated, so that BERT or
-    RoBERTa read texts of more than 512 tokens whole once they are trained on some. null, or no more than it has: as it
-    is. ModernBERT has no table and needs none."""
-    local_attention: Positive | None = None
-    """Tokens that a token reads on either side, in a model that was made to read all of them (BERT, RoBERTa and their
-    kin); beside these it reads the text's first token, which reads all. What a long text costs grows with its length
-    then, and not with its square. null: as the model was made. Others' code would read all tokens: an artefact is
-    answered by rtrain, and its head refused by transformers."""
+    max_position_embeddings: PositiveInt | None = None
+    """Number of position embeddings of the model: a shorter table gets its rows repeated, so that BERT or RoBERTa read
+    texts of more than 512 tokens whole after training on some. null, or no more than the model has: unchanged.
+    ModernBERT has no such table and needs none."""
+    attention_window: PositiveInt | None = None
+    """Tokens that a token attends to on either side, in a model with full attention (BERT, RoBERTa and related models);
+    every token also attends to the text's first token, which attends to all. The cost of a text then grows with its
+    length, and not with its square. null: the model's own attention. Other programs would attend to all tokens: rtrain
+    answers with the artifact, and transformers refuses its head."""
     freeze: Literal["none", "encoder"] = "none"
-    """Which weights stay as they are: `encoder` trains the head alone, which is several times as fast. A masked
-    language model's output embedding is its encoder's word embedding, so it stays too."""
+    """Frozen weights: `encoder` trains the head alone, which is several times as fast. The output embedding of a masked
+    language model is its encoder's word embedding, so it is frozen too."""
 
 
-class Optim(Section):
+class OptimConfig(ConfigSection):
     name: Literal["adamw", "radam"] = "adamw"
-    """`radam` (Liu et al. 2020) corrects AdamW's first updates. Both cost the same and decouple weight decay."""
+    """`radam` (Liu et al. 2020) corrects AdamW's first steps. Both cost the same and decouple weight decay."""
     lr: Annotated[float, Field(gt=0, lt=1)] = 2e-4
     """Peak learning rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """How the peak follows rows_per_update: `linear` is lr x (rows_per_update / lr_rows) (Goyal et al. 2017), `sqrt` is
-    lr x the square root of that ratio, the rule for Adam (Malladi et al. 2022)."""
-    lr_rows: Positive | None = None
-    """The rows_per_update for which `lr` is meant; lr_scaling and beta2_scaling start from it."""
+    """How the peak follows global_batch_size: `linear` is lr x (global_batch_size / lr_reference_batch_size) (Goyal et
+    al. 2017), `sqrt` is lr x the square root of that ratio, the rule for Adam (Malladi et al. 2022)."""
+    lr_reference_batch_size: PositiveInt | None = None
+    """The global_batch_size for which `lr` was chosen; lr_scaling and beta2_scaling start from it."""
     beta2_scaling: Literal["none", "rows"] = "none"
-    """How beta2, by which squared gradients are averaged, follows rows_per_update: `none` leaves 0.999, `rows` takes
-    0.999^(rows_per_update / lr_rows), but no less than beta1 = 0.9, so that a row's weight in the average halves after
-    as many rows at any rows_per_update (Marek et al. 2025, arXiv:2507.07101)."""
-    layer_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """Factor by which each encoder layer learns slower than the one above it: the head learns at `lr`, the last of L
-    layers at lr x layer_decay, the embeddings at lr x layer_decay^(L + 1), as in the fine-tuning of BEiT."""
+    """How beta2, the decay rate of the average of squared gradients, follows global_batch_size: `none` keeps 0.999,
+    `rows` takes 0.999^(global_batch_size / lr_reference_batch_size), but no less than beta1 = 0.9, so that a row's
+    weight in the average halves after as many rows at any global_batch_size (Marek et al. 2025, arXiv:2507.07101)."""
+    layerwise_lr_decay: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Ratio of the learning rates of an encoder layer and the layer above it: the head learns at `lr`, the last of L
+    layers at lr x layerwise_lr_decay, the embeddings at lr x layerwise_lr_decay^(L + 1), as in the fine-tuning of
+    BEiT."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay (Loshchilov and Hutter 2019)."""
-    warmup: Share = 0.1
-    """Share of all updates during which the learning rate rises from 0."""
+    warmup: Fraction = 0.1
+    """Share of all steps during which the learning rate rises from 0."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Learning rate after warm-up: `linear` and `cosine` fall to 0 at the last update, `constant` stays."""
-    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Largest norm of an update's gradient; a larger one is scaled down to it. null: no limit."""
+    """Learning rate after warm-up: `linear` and `cosine` fall to 0 at the last step, `constant` stays."""
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest norm of a step's gradient; a larger gradient is scaled down to it (gradient clipping). null: no limit."""
 
 
-class Train(Section):
-    epochs: Positive = 3
-    """Times that each training row is trained on."""
-    workers: Positive = 2
+class TrainConfig(ConfigSection):
+    epochs: PositiveInt = 3
+    """Number of passes over the training rows."""
+    workers: PositiveInt = 2
     """DDP workers, each one process of one CPU (or one GPU)."""
     device: Literal["auto", "cpu", "gpu"] = "auto"
     """`gpu` gives each worker one GPU. `auto` takes GPUs where the cluster has any or its autoscaler may start any
@@ -106,330 +108,371 @@ class Train(Section):
     gpus_per_worker: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Share of a GPU that a worker takes. Below 1, with `workers` 1 alone, several runs or trials share a GPU and its
     memory: NCCL takes no two workers of one run on one GPU."""
-    min_workers: Positive | None = None
-    """Fewest workers that a run goes on with while nodes are missing; it takes more again when they come back."""
-    micro_batch: Positive = 8
-    """Most rows of a pass: one forward and backward pass of a worker."""
-    tokens_per_pass: Positive | None = None
-    """Most tokens of a pass; a longer row goes alone. Default: 2,048 on a CPU; on a GPU what its memory holds, up to
-    65,536, measured before the first update and kept in the run. A start that ran out of memory halves it. Models that
-    are trained without padding (BERT and its kin) put a worker's rows between two exchanges into as few passes as this
-    allows; micro_batch then only sets rows_per_update."""
-    balance: Literal["off", "auto"] = "off"
-    """How many of an update's tokens each worker gets: `off`, as many as the others; `auto`, by its speed, which three
-    passes of each worker tell before the first update, once for a run with so many workers. For nodes of several types,
-    or cores that other work shares: with equal shares the fast workers wait for the slowest."""
+    min_workers: PositiveInt | None = None
+    """Fewest workers of a run while nodes are missing; it takes more again when they return."""
+    micro_batch_size: PositiveInt = 8
+    """Most rows of a micro-batch: one forward and backward computation of a worker."""
+    max_tokens_per_micro_batch: PositiveInt | None = None
+    """Most tokens of a micro-batch; a longer row is a micro-batch of its own. Default: 2,048 on a CPU; on a GPU as many
+    as its memory holds, up to 65,536, measured before the first step and kept in the run. An attempt that ran out of
+    memory halves it. Models that are trained without padding (BERT and related models) pack a worker's rows between two
+    all-reduces into as few micro-batches as this allows; micro_batch_size then only sets global_batch_size."""
+    load_balancing: Literal["off", "auto"] = "off"
+    """How many of a step's tokens each worker gets: `off`, as many as the others; `auto`, in proportion to its speed,
+    which is measured with three micro-batches of each worker before the first step, once for a run with so many
+    workers. For nodes of several types, or cores that other programs share: with equal shares the fast workers wait for
+    the slowest."""
     gradient_checkpointing: bool = False
     """Save memory: keep only each layer's input, and compute the layer again in the backward pass. With MiniLM and 16
-    texts of 512 tokens, a pass took 1.1 GB in place of 2.6, and 1.0 to 1.25 times as long."""
+    texts of 512 tokens, a micro-batch took 1.1 GB instead of 2.6, and 1.0 to 1.25 times as long."""
     gradient_compression: Literal["none", "bf16"] = "none"
     """`bf16` sends gradients in half the bytes. It changes the weights; the log says how far the gradient is off. For
-    two workers over 100 Mbit/s an update of MiniLM took 3.5 s in place of 5.3."""
+    two workers over 100 Mbit/s a step of MiniLM took 3.5 s instead of 5.3."""
     strategy: Literal["manual", "auto"] = "manual"
-    """Who says how the model lies on the workers: `manual`, the settings that follow; `auto`, the forecast of memory,
-    which takes the first that fits of the whole model on each worker, shard 1, 2 and 3, the same with
-    gradient_checkpointing, and with tensor. It is decided once, and kept in the run in their place."""
-    shard: Literal[0, 1, 2, 3] = 0
-    """What each worker keeps a share of, in place of the whole: 0 nothing; 1 the optimizer's state; 2 gradients too; 3
-    weights too, which are gathered layer by layer (the stages of ZeRO). Each takes less memory than the one before, and
-    more exchanges from 2 on. 1 gives the same weights as 0, bit for bit; the others add in another order."""
-    tensor: Positive = 1
-    """Workers that share one replica of the model: each has as many attention heads, and of the inner feed-forward
-    layers as much, as the others (tensor parallelism). It must divide both, and the workers."""
-    sequence: bool = False
-    """With tensor > 1, and no pipeline: normalisations and dropout of a token are computed by one worker of the replica
-    alone."""
-    pipeline: Positive = 1
-    """Workers that share one replica of the model, each with some of its layers: the stages of a pipeline, through
-    which the passes of an update go; they have fewer tokens then, unless tokens_per_pass says how many. It must divide
-    the workers. With tensor, a stage is so many workers; with shard 2 or 3, replicas share each stage's weights."""
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
-    """With pipeline > 1, the order of passes in a stage: `gpipe` makes all forward passes before the first backward
-    pass; `1f1b` makes backward passes as soon as it can, and so keeps as many passes at a time as there are stages;
-    `interleaved` is 1f1b with two parts of the layers on each worker, which then wait less and send more."""
-    context: Positive = 1
-    """Workers that share one replica of the model, each with some of the tokens of every pass: for texts that one
-    worker cannot hold (context parallelism; each exchanges tokens for attention heads within every layer). It must
-    divide the workers and the heads, and goes with models that are trained without padding."""
-    aggregation_frequency: Positive | None = None
-    """Passes of micro_batch rows that a worker makes between two exchanges of gradients; sets rows_per_update.
-    Default: 4."""
-    rows_per_update: Positive | None = None
-    """Rows of one optimizer step. Default: workers x micro_batch x aggregation_frequency."""
+    """Which settings place the model on the workers: `manual`, those below; `auto`, the memory forecast, which takes
+    the first layout that fits: the whole model on each worker, zero_stage 1, 2 and 3, the same with
+    gradient_checkpointing, then with tensor_parallel_size. The choice is made once and kept in the run in place of
+    these settings."""
+    zero_stage: Literal[0, 1, 2, 3] = 0
+    """Stage of ZeRO, the state that is sharded over the workers: 0 none; 1 the optimizer's state; 2 gradients too; 3
+    weights too, which are gathered layer by layer. Each stage takes less memory than the one before, and more
+    communication from 2 on. 1 gives the same weights as 0, bit for bit; 2 and 3 add in another order."""
+    tensor_parallel_size: PositiveInt = 1
+    """Workers that share one replica of the model: each has an equal part of the attention heads and of the inner
+    feed-forward layers (tensor parallelism). It must divide both, and the workers."""
+    sequence_parallel: bool = False
+    """Sequence parallelism, for tensor_parallel_size > 1 without a pipeline: one worker of the replica alone computes
+    normalization and dropout of a token."""
+    pipeline_parallel_size: PositiveInt = 1
+    """Workers that share one replica of the model, each with some of its layers: the stages of a pipeline for the
+    micro-batches of a step, which have fewer tokens then, unless max_tokens_per_micro_batch is set. It must divide the
+    workers. A stage has tensor_parallel_size workers; with zero_stage 2 or 3, replicas share each stage's weights."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved"] = "1f1b"
+    """Order of forward and backward passes in a stage, for pipeline_parallel_size > 1: `gpipe` makes all forward passes
+    before the first backward pass; `1f1b` makes backward passes as soon as it can, and so keeps only as many
+    micro-batches as there are stages; `interleaved` is 1f1b with two parts of the layers on each worker, which then
+    wait less and send more."""
+    context_parallel_size: PositiveInt = 1
+    """Workers that share one replica of the model, each with some of the tokens of every micro-batch: for texts that
+    one worker cannot hold (context parallelism; the workers exchange tokens for attention heads within every layer). It
+    must divide the workers and the heads, and needs a model that is trained without padding."""
+    aggregation_frequency: PositiveInt | None = None
+    """Micro-batches of micro_batch_size rows per worker between two all-reduces of gradients (gradient accumulation
+    steps); sets global_batch_size. Default: 4."""
+    global_batch_size: PositiveInt | None = None
+    """Rows of one optimizer step. Default: workers x micro_batch_size x aggregation_frequency."""
     precision: Literal["fp32", "bf16", "fp16", "fp64", "auto"] = "auto"
-    """Number format of passes; weights and moments are fp32. `auto` takes bf16 where the device computes it natively,
-    and a processor no slower than fp32; else fp16 on a GPU and fp32 on a CPU. It is decided once and kept in the run.
-    fp16 scales the loss (Micikevicius et al. 2018): an update whose gradient is infinite is done again with half the
-    scale. `fp64`, on CPUs alone, has weights and moments in it too, and takes twice the memory; the artefact is fp32.
-    It is for comparisons: other workers add in another order, which differs by 1e-12 then, and by far more in fp32."""
+    """Number format of forward and backward passes; weights and moments are fp32. `auto` takes bf16 where the device
+    computes it natively, and a CPU no slower than fp32; else fp16 on a GPU and fp32 on a CPU. The choice is made once
+    and kept in the run. fp16 scales the loss (Micikevicius et al. 2018): a step with a non-finite gradient is repeated
+    with half the scale. `fp64`, on CPUs alone, has weights and moments in fp64 too, and takes twice the memory; the
+    artifact is fp32. It is for comparisons: another number of workers adds in another order, a difference of 1e-12 in
+    fp64, and of far more in fp32."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each true label's weight that is spread evenly over all labels; for classes, heads and tags."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of the rows, of dropout and of a new head's weights."""
-    evaluate_every: Positive | None = None
-    """Updates between two evaluations on the validation rows. Default: those of one epoch."""
-    save_every: Positive | None = None
-    """Updates between two checkpoints; each evaluation saves a checkpoint too."""
-    keep: Positive = 2
-    """Newest checkpoints that stay on the disk, beside the best one."""
-    log_every: Positive = 10
-    """Updates between two progress events."""
+    evaluate_every: PositiveInt | None = None
+    """Steps between two evaluations on the validation rows. Default: the steps of one epoch."""
+    save_every: PositiveInt | None = None
+    """Steps between two checkpoints; each evaluation saves a checkpoint too."""
+    keep_checkpoints: PositiveInt = 2
+    """Newest checkpoints that stay on the disk, in addition to the best one."""
+    log_every: PositiveInt = 10
+    """Steps between two progress events."""
 
     @property
-    def within(self) -> int:
+    def workers_per_replica(self) -> int:
         """Workers that share one replica of the model, and have its rows."""
-        return self.tensor * self.pipeline * self.context
+        return self.tensor_parallel_size * self.pipeline_parallel_size * self.context_parallel_size
 
     @property
-    def replicas(self) -> int:
-        return -(-self.workers // self.within)
+    def num_replicas(self) -> int:
+        return -(-self.workers // self.workers_per_replica)
 
 
-LAID_OUT = ("shard", "tensor", "sequence", "pipeline", "schedule", "context")
-"""Settings of `train` that say how the model lies on the workers."""
-SPEED = (
-    *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch", "tokens_per_pass"),
-    *("aggregation_frequency", "balance", "gradient_checkpointing"),
-    *("strategy", *LAID_OUT),
-    *("save_every", "keep", "log_every"),
+LAYOUT_SETTINGS = (
+    "zero_stage",
+    "tensor_parallel_size",
+    "sequence_parallel",
+    "pipeline_parallel_size",
+    "pipeline_schedule",
+    "context_parallel_size",
 )
-"""Settings of `train` that change speed or what is kept, never the weights, once rows_per_update is resolved. The one
-exception is dropout: which activations it drops depends on the workers and their passes. `evaluate_every` is none of
-them: the artefact has the best weights of those that were evaluated."""
-STUDENTS = ".students"
-"""Folder beside the runs with what students start from, each by its address: a teacher's version and what is left."""
-LOCATION = ("name", "data.path", "data.valid", "data.test", "data.max_bad_rows")
-"""Settings that say what the recipe is called, where its rows lie and how many of them may be bad. The rows themselves
+"""Settings of `train` that place the model on the workers."""
+SPEED_SETTINGS = (
+    *("workers", "device", "gpus_per_worker", "min_workers", "micro_batch_size", "max_tokens_per_micro_batch"),
+    *("aggregation_frequency", "load_balancing", "gradient_checkpointing"),
+    *("strategy", *LAYOUT_SETTINGS),
+    *("save_every", "keep_checkpoints", "log_every"),
+)
+"""Settings of `train` that change speed or the files kept, never the weights, once global_batch_size is resolved. The
+one exception is dropout: the activations it drops depend on the workers and their micro-batches. `evaluate_every` is
+not among them: the artifact has the best weights of all evaluations."""
+STUDENTS_FOLDER = ".students"
+"""Folder beside the runs with the initial weights of students, by digest of the teacher's version and the layers
+kept."""
+LOCATION_SETTINGS = ("name", "data.path", "data.valid", "data.test", "data.max_bad_rows")
+"""Settings for the name of the recipe, the location of its rows and the share of bad rows allowed. The rows themselves
 are compared by the digest of their content."""
 
-NEUTRAL_DATA: dict[str, Any] = {"id": None, "outside": None, "valid_part": 0, "delimiter": None, "escape": None}
-"""Settings of `data` that are left out of a run's identity and of a token store's address at these values. An order of
-rows begins with that address: another table is another order of the same rows."""
-NEUTRAL: dict[str, dict[str, Any]] = {
-    "data": NEUTRAL_DATA,
+NEUTRAL_DATA_SETTINGS: dict[str, Any] = {
+    "id": None,
+    "out_of_scope_label": None,
+    "validation_fold": 0,
+    "delimiter": None,
+    "escape": None,
+}
+"""Settings of `data` that are left out of a recipe digest and of a token store's address at these values. The order of
+rows is seeded by that address: another table here is another order of the same rows."""
+NEUTRAL_SETTINGS: dict[str, dict[str, Any]] = {
+    "data": NEUTRAL_DATA_SETTINGS,
     "model": {
         **{"attention_dropout": None, "dropout": None, "pooling": "own", "freeze": "none"},
-        **{"positions": None, "local_attention": None},
+        **{"max_position_embeddings": None, "attention_window": None},
     },
-    "optim": {"lr_scaling": "none", "lr_rows": None, "beta2_scaling": "none", "layer_decay": 1.0},
+    "optim": {
+        "lr_scaling": "none",
+        "lr_reference_batch_size": None,
+        "beta2_scaling": "none",
+        "layerwise_lr_decay": 1.0,
+    },
     "train": {"gradient_compression": "none"},
     "distill": {
-        **{"student": None, "width": None, "unlabelled": None, "confidence": 0.0},
-        **{"relations": 0.0, "relation_heads": 12, "relation_layer": None, "hidden": 0.0},
-        **{"co_teachers": [], "copies": 0, "teacher_layers": "all"},
+        **{"student": None, "width": None, "unlabeled_rows_path": None, "confidence": 0.0},
+        **{"relation_loss_weight": 0.0, "relation_heads": 12, "relation_layer": None, "hidden_loss_weight": 0.0},
+        **{"co_teachers": [], "augmented_copies": 0, "teacher_layers": "all"},
     },
-    "compress": {"vocabulary_most": None},
+    "compress": {"max_vocab_size": None},
 }
-"""Values at which settings change no weight, by section; there they are no part of a run's identity. `model.pooling` is
-decided before a run is frozen."""
+"""Values at which settings change no weight, by section; at these values they are left out of the recipe digest.
+`model.pooling` is resolved before the configuration is frozen."""
 
 
-def without_neutral(settings: dict[str, Any], neutral: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in neutral or value != neutral[name]}
+def drop_neutral(settings: dict[str, Any], neutral_values: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: value for name, value in settings.items() if name not in neutral_values or value != neutral_values[name]
+    }
 
 
-OF_STUDENTS = (*("model.name", "train.epochs", "optim.lr", "distill.teacher", "distill.co_teachers", "distill.copied"),)
+STUDENT_SETTINGS = (
+    *(
+        "model.name",
+        "train.epochs",
+        "optim.lr",
+        "distill.teacher",
+        "distill.co_teachers",
+        "distill.augmented_rows_path",
+    ),
+)
 """Settings of a student that follow from its teacher and from its other settings."""
-FRESH: dict[str, Any] = {"distill.copied": None, "distill.teacher_layers": "auto"}
-"""Settings that a student does not take over from its teacher's run, where that is a student's too: they were decided
+SETTINGS_RESET_FOR_STUDENTS: dict[str, Any] = {"distill.augmented_rows_path": None, "distill.teacher_layers": "auto"}
+"""Settings that a student does not inherit from its teacher's run, where the teacher is a student too: they were chosen
 for other rows, or for other layers."""
 
 
-class Distill(Section):
+class DistillConfig(ConfigSection):
     student: str | None = None
     """Model that the student starts from, named as model.name is. null: layers of the teacher."""
-    layers: Positive | None = 3
+    layers: PositiveInt | None = 3
     """Encoder layers of the student, copied from evenly spaced layers of the teacher; null: all of them. `student` has
     its own."""
-    teacher_layers: Positive | Literal["auto", "all"] = "auto"
-    """How many of the teacher's first layers these are taken from. Its last ones have learned to answer from what all
-    others made of a text, which is not what they are given in a student. `auto`: two thirds, or as many as the student
-    has, and all where layers differ in how far they read, as ModernBERT's; it is decided once and kept in the run."""
-    width: Positive | None = None
-    """Hidden size of the student; heads and feed-forward layers get narrower in proportion, and all keep evenly spaced
+    teacher_layers: PositiveInt | Literal["auto", "all"] = "auto"
+    """How many of the teacher's first layers the student's layers are taken from. The teacher's last layers have
+    learned from the output of all layers below, which a student lacks. `auto`: two thirds, or as many as the student
+    has, and all where layers differ in their attention window, as ModernBERT's; the choice is made once and kept in the
+    run."""
+    width: PositiveInt | None = None
+    """Hidden size of the student; heads and feed-forward layers are narrower in proportion, and all take evenly spaced
     parts of the teacher's weights. null: the teacher's."""
-    epochs: Positive = 3
-    """Times that the student is trained on each row."""
+    epochs: PositiveInt = 3
+    """Number of passes of the student's training over the rows."""
     lr: Annotated[float, Field(gt=0, lt=1)] = 3e-4
     """Peak learning rate of the student."""
     temperature: Annotated[float, Field(gt=0)] = 2.0
     """Temperature that softens both distributions before they are compared (Hinton et al. 2015, arXiv:1503.02531)."""
-    alpha: Share = 0.7
+    alpha: Fraction = 0.7
     """Weight of the teacher's distribution in the loss; the true label has the rest."""
-    unlabelled: str | None = None
+    unlabeled_rows_path: str | None = None
     """File, folder or glob of further rows, with the columns of the training rows but for their labels. The student
     learns the teacher's answers to them."""
-    copies: Annotated[int, Field(ge=0)] = 0
-    """Copies of each training row whose words are in part other rows', and to which the student learns the teacher's
-    answers too. 3 took a student of three layers, which finds entities, two thirds of the way to its teacher."""
-    copied: str | None = None
+    augmented_copies: Annotated[int, Field(ge=0)] = 0
+    """Copies of each training row in which some words come from other rows; the student learns the teacher's answers to
+    them too. 3 copies closed two thirds of the gap between a student of three layers for entities and its teacher."""
+    augmented_rows_path: str | None = None
     """File with these copies. `rtrain distill` sets it."""
-    confidence: Share = 0.0
-    """Rows of `unlabelled`, and copies, of which the teacher is less sure than this are left out."""
-    relations: Annotated[float, Field(ge=0)] = 0.0
+    confidence: Fraction = 0.0
+    """Rows of `unlabeled_rows_path`, and copies, with less confidence of the teacher than this are left out."""
+    relation_loss_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the distance between the relations of tokens inside student and teacher, of queries with queries, keys
     with keys and values with values (MiniLMv2, Wang et al. 2020, arXiv:2012.15828). 0: off."""
-    relation_heads: Positive = 12
-    """Parts into which queries, keys and values are cut for that, whatever the attention heads; a divisor of both
-    widths."""
-    relation_layer: Positive | None = None
+    relation_heads: PositiveInt = 12
+    """Parts into which queries, keys and values are split for these relations, independent of the attention heads; a
+    divisor of both widths."""
+    relation_layer: PositiveInt | None = None
     """Layer of the teacher, from 1, whose relations the student's last layer learns. null: the last."""
-    hidden: Annotated[float, Field(ge=0)] = 0.0
+    hidden_loss_weight: Annotated[float, Field(ge=0)] = 0.0
     """Weight of the squared distance between the layers' hidden states, the student's through a learned linear map
     (TinyBERT, Jiao et al. 2020, arXiv:1909.10351). 0: off."""
     teacher: str | None = None
-    """Version of the artefact whose answers are learned. `rtrain distill` sets it; it is null in any other run."""
+    """Version of the teacher's artifact. `rtrain distill` sets it; it is null in any other run."""
     teachers: tuple[str, ...] = ()
-    """Further runs, of the same rows and labels, whose models teach too: the student learns the mean of all outputs.
-    Trained with other seeds, they err in other places, and their mean errs less."""
+    """Further teachers: runs with the same rows and labels. The student learns the mean of all outputs. Models of
+    several seeds err on different rows, and their mean errs less."""
     co_teachers: tuple[str, ...] = ()
-    """Versions of the artefacts of `teachers`. `rtrain distill` sets them."""
+    """Versions of the artifacts of `teachers`. `rtrain distill` sets them."""
 
     @property
-    def answers(self) -> str | None:
-        """The name under which a token store keeps the answers that are learned: the teacher's version or, where there
-        are several, a digest of all versions."""
+    def teacher_logits_key(self) -> str | None:
+        """The name of the teacher's logits in a token store: the teacher's version or, with several teachers, a digest
+        of all versions."""
         if self.teacher is None or not self.co_teachers:
             return self.teacher
         return "mean-" + hashlib.sha256(" ".join(sorted([self.teacher, *self.co_teachers])).encode()).hexdigest()[:12]
 
 
-class Compress(Section):
+class CompressConfig(ConfigSection):
     vocabulary: Literal["keep", "trim"] = "keep"
-    """`trim` cuts the model, before it is trained, to the pieces that its training rows use, with every single
-    character and special token, into which other words fall apart. With `rtrain distill` the student is cut and its
-    teacher is not."""
-    unlabelled: str | None = None
+    """`trim` reduces the vocabulary before training to the pieces that the training rows use, all single characters and
+    special tokens; other words are split into these. With `rtrain distill` the student is trimmed and its teacher is
+    not."""
+    unlabeled_rows_path: str | None = None
     """File, folder or glob of further rows whose pieces are kept, with the columns of the training rows but for their
-    labels: requests as they really come, say."""
-    vocabulary_pieces: Annotated[int, Field(ge=0)] = 5500
-    """Pieces to keep at least: where the rows need fewer, the vocabulary's first others are kept too, which are its
-    most frequent. A piece costs as many bytes of an int8 model as the word embedding is wide, 384 of MiniLM's; with
-    the default, an int8 student of 3 of its layers is served from 8.2 MB."""
-    vocabulary_most: Positive | None = None
-    """Most pieces to keep: where the rows need more, those that are rarest in them are not kept, and their words fall
-    apart before the model is trained. null: all that the rows need."""
+    labels, for example real requests."""
+    min_vocab_size: Annotated[int, Field(ge=0)] = 5500
+    """Least number of pieces: where the rows need fewer, the first others of the vocabulary are kept too, its most
+    frequent. A piece costs as many bytes of an int8 model as the word embedding is wide, 384 for MiniLM; with the
+    default, an int8 student of 3 of its layers is served from 8.2 MB."""
+    max_vocab_size: PositiveInt | None = None
+    """Largest number of pieces: where the rows need more, the rarest are dropped, and their words are split before
+    training. null: all pieces that the rows need."""
 
 
-class Quantize(Section):
-    engine: Annotated[str, OneOf(engines.quantized)] = engines.quantized()[0]
-    """What computes the int8 answers: an engine of `rtrain.core.engines` that has a quantizer. `onnxruntime` needs the
+class QuantizeConfig(ConfigSection):
+    engine: Annotated[str, OneOf(engines.list_quantized_engines)] = engines.list_quantized_engines()[0]
+    """Engine of the int8 artifact: one of `rtrain.core.engines` with a quantizer. `onnxruntime` needs the
     extra `onnx`."""
     kind: Literal["static", "weights"] = "static"
-    """`static` computes in int8, by scales of the activations that are measured beforehand. `weights` keeps weights
-    alone in int8: as small, nothing to calibrate, nearer to the float model, and half as fast in batches."""
-    table: Literal["int8", "int4"] = "int8"
-    """Numbers of the word table. `int4` halves it and changes a few answers in a thousand; the engine `openvino` alone.
+    """`static` computes in int8, with scales of the activations that are measured in advance. `weights` has the
+    weights alone in int8: as small, no calibration, nearer to the float model, and half as fast in batches."""
+    embedding_dtype: Literal["int8", "int4"] = "int8"
+    """Number format of the word embedding. `int4` halves it and changes a few answers in a thousand; only for
+    `openvino`.
     """
     compressed: bool = False
-    """Keep the graph's files compressed, a seventh smaller. Where it is first loaded they are unpacked into the user's
-    cache, or into memory where there is none."""
-    flips: Share | None = None
+    """Keep the graph's files compressed, a seventh smaller. The first load unpacks them into the user's cache, or into
+    memory where there is no cache."""
+    max_changed_predictions: Fraction | None = None
     """Largest share of the calibration rows' answers that may differ from the float model's. Where more do, the
-    operations that change them most are computed in float, as few as needed. null: none is."""
-    calibration_rows: Positive = 256
+    operations that change them most are computed in float, as few as needed. null: no operation."""
+    calibration_rows: PositiveInt = 256
     """Training rows from which the scales of activations are measured."""
     overflow_fix: bool = False
     """Use half of the range of int8 for weights. On x86 processors without VNNI or AMX, sums of two products saturate
     with the whole range, and answers are further from the float model's."""
 
 
-class Gate(Section):
-    loss: Share = 0.01
-    """Share of its base's score that a candidate may lose. The interval must rule out three times as much."""
-    slice_loss: Share = 0.05
+class GateConfig(ConfigSection):
+    max_score_drop: Fraction = 0.01
+    """Largest relative drop of a candidate's score below its baseline's. The interval must rule out three times as
+    much."""
+    max_slice_drop: Fraction = 0.05
     """The same in any slice of 20 rows or more."""
-    lost: Share = 0.02
-    """Share of the base's right answers that a candidate may answer wrongly, whatever it has right instead."""
-    student_loss: Share = 0.05
-    """In place of `loss` where the base is the candidate's teacher, since a student has fewer layers."""
-    student_slice_loss: Share = 0.15
-    """In place of `slice_loss`, for a student."""
-    student_lost: Share = 0.15
-    """In place of `lost`, for a student."""
-    speedup: Annotated[float, Field(ge=0)] = 0.95
-    """Least median latency of the base divided by the candidate's, in each bucket of lengths. 0.95: 5 % slower."""
-    megabytes: Annotated[float, Field(gt=0)] | None = None
-    """Most megabytes of all of a candidate's files."""
-    memory_mb: Annotated[float, Field(gt=0)] | None = None
+    max_negative_flips: Fraction = 0.02
+    """Largest share of the baseline's right answers that a candidate answers wrongly, whatever it answers right
+    instead."""
+    student_max_score_drop: Fraction = 0.05
+    """In place of `max_score_drop` where the baseline is the candidate's teacher, since a student has fewer layers."""
+    student_max_slice_drop: Fraction = 0.15
+    """In place of `max_slice_drop`, for a student."""
+    student_max_negative_flips: Fraction = 0.15
+    """In place of `max_negative_flips`, for a student."""
+    min_speedup: Annotated[float, Field(ge=0)] = 0.95
+    """Least ratio of the baseline's median latency to the candidate's, in each bucket of lengths. 0.95: 5 % slower."""
+    max_megabytes: Annotated[float, Field(gt=0)] | None = None
+    """Most megabytes of a candidate's files together."""
+    max_memory_mb: Annotated[float, Field(gt=0)] | None = None
     """Most megabytes of memory that a loaded candidate takes. It is measured where a limit is set, and by the verb
     `rtrain gate`."""
-    seconds: Annotated[float, Field(gt=0)] = 5.0
-    """About how long latency is measured."""
+    latency_seconds: Annotated[float, Field(gt=0)] = 5.0
+    """Seconds for which latency is measured, roughly."""
 
 
-class Recipe(Section):
+class Recipe(ConfigSection):
     name: Annotated[str, Field(pattern=r"^\w[^/\\\x00-\x1f]*$")]
     """Name of the recipe; without --out a run folder begins with it."""
     task: Annotated[str, OneOf(lambda: TASKS)]
-    """What the model is trained to answer."""
-    data: Data = Data()
-    augment: Augment = Augment()
-    model: Model = Model()
-    optim: Optim = Optim()
-    train: Train = Train()
-    distill: Distill = Distill()
-    compress: Compress = Compress()
-    quantize: Quantize = Quantize()
-    gate: Gate = Gate()
+    """Task that the model is trained for."""
+    data: DataConfig = DataConfig()
+    augment: AugmentConfig = AugmentConfig()
+    model: ModelConfig = ModelConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    distill: DistillConfig = DistillConfig()
+    compress: CompressConfig = CompressConfig()
+    quantize: QuantizeConfig = QuantizeConfig()
+    gate: GateConfig = GateConfig()
 
     @property
-    def answers(self) -> str | None:
-        """`distill.answers` where a teacher's are learned: of a masked language model, what is inside is."""
-        return None if self.task == "masked_lm" else self.distill.answers
+    def teacher_logits_key(self) -> str | None:
+        """`distill.teacher_logits_key` where a student learns a teacher's logits; a student of a masked language model
+        learns hidden states instead."""
+        return None if self.task == "masked_lm" else self.distill.teacher_logits_key
 
     @property
-    def rows_per_update(self) -> int:
-        """Rows of one optimizer step; the default is four passes of every worker."""
+    def global_batch_size(self) -> int:
+        """Rows of one optimizer step; the default is four micro-batches of every worker."""
         train = self.train
-        return train.rows_per_update or train.workers * train.micro_batch * (
-            train.aggregation_frequency or DEFAULT_FREQUENCY
+        return train.global_batch_size or train.workers * train.micro_batch_size * (
+            train.aggregation_frequency or DEFAULT_AGGREGATION_FREQUENCY
         )
 
     @property
     def peak_lr(self) -> float:
-        """The highest learning rate: `optim.lr`, scaled to rows_per_update."""
+        """The highest learning rate: `optim.lr`, scaled to global_batch_size."""
         optim = self.optim
-        if optim.lr_scaling == "none" or optim.lr_rows is None:
+        if optim.lr_scaling == "none" or optim.lr_reference_batch_size is None:
             return optim.lr
-        ratio = self.rows_per_update / optim.lr_rows
+        ratio = self.global_batch_size / optim.lr_reference_batch_size
         return optim.lr * (ratio if optim.lr_scaling == "linear" else math.sqrt(ratio))
 
     @property
     def beta2(self) -> float:
-        """By which squared gradients are averaged; see `optim.beta2_scaling`."""
-        optim, (beta1, beta2) = self.optim, BETAS
-        if optim.beta2_scaling == "none" or optim.lr_rows is None:
+        """Decay rate of the average of squared gradients; see `optim.beta2_scaling`."""
+        optim, (beta1, beta2) = self.optim, ADAM_BETAS
+        if optim.beta2_scaling == "none" or optim.lr_reference_batch_size is None:
             return beta2
-        return max(beta1, math.pow(beta2, self.rows_per_update / optim.lr_rows))
+        return max(beta1, math.pow(beta2, self.global_batch_size / optim.lr_reference_batch_size))
 
-    def weights(self) -> dict[str, Any]:
-        """The settings that change the weights, by section. rows_per_update and evaluate_every are among them; workers,
-        micro-batch, the name and the places of the rows are not."""
-        others = {"quantize", "gate"} if self.distill.teacher else {"quantize", "gate", "distill"}
-        document = self.model_dump(mode="json", exclude=others)
-        for name in LOCATION:
+    def weight_settings(self) -> dict[str, Any]:
+        """The settings that change the weights, by section. global_batch_size and evaluate_every are among them;
+        workers, micro_batch_size, the name and the location of the rows are not."""
+        excluded_sections = {"quantize", "gate"} if self.distill.teacher else {"quantize", "gate", "distill"}
+        document = self.model_dump(mode="json", exclude=excluded_sections)
+        for name in LOCATION_SETTINGS:
             section, _, leaf = name.rpartition(".")
             del (document[section] if section else document)[leaf]
-        if (start := PurePath(self.model.name)).parent.name == STUDENTS:  # its own name says what it is made of
-            document["model"]["name"] = f"{STUDENTS}/{start.name}"
-        for name in SPEED:
+        student_start = PurePath(self.model.name)
+        if student_start.parent.name == STUDENTS_FOLDER:  # the folder's name is a digest of its content
+            document["model"]["name"] = f"{STUDENTS_FOLDER}/{student_start.name}"
+        for name in SPEED_SETTINGS:
             del document["train"][name]
-        document["data"]["id"] = None  # it names rows, and changes none
-        for name in ("teachers", "copied"):  # where they lie; what they are is in co_teachers, and follows from copies
+        document["data"]["id"] = None  # names rows, changes none
+        # Locations: co_teachers and augmented_copies identify the content.
+        for name in ("teachers", "augmented_rows_path"):
             document.get("distill", {}).pop(name, None)
-        if self.compress.vocabulary == "keep":  # then nothing of the section counts
+        if self.compress.vocabulary == "keep":  # then the section has no effect
             del document["compress"]
-        if not self.augment.active:  # then it changes no row
+        if not self.augment.is_active:  # then it changes no row
             del document["augment"]
         if self.optim.lr_scaling == self.optim.beta2_scaling == "none":
-            document["optim"]["lr_rows"] = None
-        for section, neutral in NEUTRAL.items():
+            document["optim"]["lr_reference_batch_size"] = None
+        for section, neutral_values in NEUTRAL_SETTINGS.items():
             if section in document:
-                document[section] = without_neutral(document[section], neutral)
-        document["train"]["rows_per_update"] = self.rows_per_update
+                document[section] = drop_neutral(document[section], neutral_values)
+        document["train"]["global_batch_size"] = self.global_batch_size
         return document
 
-    def identity(self) -> str:
-        """Digest of what changes the weights."""
-        return hashlib.sha256(json.dumps(self.weights(), sort_keys=True).encode()).hexdigest()[:16]
+    def recipe_digest(self) -> str:
+        """Digest of the settings that change the weights."""
+        return hashlib.sha256(json.dumps(self.weight_settings(), sort_keys=True).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ jobs may write drafts of one name at a time, on several machines, so drafts in u
   dead. So the writer notes its kernel and mount in the file. A process with another kernel or mount removes a draft
   with a free lock only after a day in which nothing was written to it.
 
-`replacement`, `publish_folder` and `replace_folder` give a draft its final name. All three write it to disk first:
+`replace_file`, `publish_folder` and `replace_folder` give a draft its final name. All three write it to disk first:
 without fsync, a machine that loses its power may keep the name and lose the content.
 """
 
@@ -25,29 +25,29 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LOCK = "writer.lock"
-SILENT_S = 24 * 3600
+LOCK_FILE = "writer.lock"
+STALE_AFTER_S = 24 * 3600
 """Seconds without a write after which a draft counts as left over. A living writer adds a shard within minutes; the
 rest is room for suspended machines and wrong clocks."""
 
 
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-NO_EXCHANGE = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
+EXCHANGE_UNSUPPORTED_ERRORS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 """Errors of renameat2 where the kernel or the file system, NFS for example, cannot exchange two names."""
 
 
 class Draft:
-    """A new draft of `final`. It belongs to this process until it is released, or the process ends."""
+    """A new draft of `final_path`. It belongs to this process until it is released, or the process ends."""
 
-    def __init__(self, final: Path):
-        self.folder = _new_name(final)
+    def __init__(self, final_path: Path):
+        self.folder = _draft_path(final_path)
         self.folder.mkdir(parents=True)
-        self._lock: int | None = os.open(self.folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
-        with suppress(OSError):  # on storage without locks, only the age tells
+        self._lock: int | None = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+        with suppress(OSError):  # on storage without locks, only the age decides
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             # This is written after the lock is taken: a draft that says where its lock counts must never be seen
             # unlocked while its writer lives.
-            os.write(self._lock, _where(self._lock))
+            os.write(self._lock, _lock_scope(self._lock))
 
     def release(self) -> None:
         """Give the lock back. The folder stays."""
@@ -56,30 +56,30 @@ class Draft:
         self._lock = None
 
 
-def sweep(final: Path) -> None:
-    """Remove the drafts of `final` that no living process writes."""
-    for folder in final.parent.glob(f".{final.name}.*"):
+def remove_stale_drafts(final_path: Path) -> None:
+    """Remove the drafts of `final_path` that no living process writes."""
+    for folder in final_path.parent.glob(f".{final_path.name}.*"):
         # Another process may have swept or finished it meanwhile, or it is not ours to write: no reason to stop a job.
         with suppress(OSError):
-            if is_dead(folder):
+            if is_stale(folder):
                 # The draft is moved before it is emptied. Should its writer live after all, its own move to the final
                 # name then fails; otherwise a store that was just finished could be emptied.
-                shutil.rmtree(folder.rename(_new_name(final)), ignore_errors=True)
+                shutil.rmtree(folder.rename(_draft_path(final_path)), ignore_errors=True)
 
 
 @contextmanager
-def replacement(path: Path) -> Iterator[Path]:
+def replace_file(path: Path) -> Iterator[Path]:
     """Yield a draft for the block to write, which then replaces `path` atomically and durably.
 
     Where the block or the disk fails, or the process is killed, the file of before is whole.
     """
-    draft = _new_name(path)
+    draft = _draft_path(path)
     try:
         yield draft
         sync(draft)
         draft.replace(path)
     except BaseException:
-        with suppress(OSError):  # the error of the disk is the one to tell
+        with suppress(OSError):  # the disk's error is the one to raise
             draft.unlink(missing_ok=True)
         raise
     sync(path.parent)
@@ -87,53 +87,53 @@ def replacement(path: Path) -> Iterator[Path]:
 
 def write_text(path: Path, text: str) -> None:
     """Replace the content of a file, atomically and durably."""
-    with replacement(path) as draft:
+    with replace_file(path) as draft:
         draft.write_text(text, encoding="utf-8")
 
 
-def publish_folder(draft: Path, final: Path) -> None:
+def publish_folder(draft: Path, final_path: Path) -> None:
     """Give a complete folder its final name, durably. Raises `OSError` if a folder with files has that name."""
     sync_tree(draft)
-    draft.rename(final)
-    sync(final.parent)
+    draft.rename(final_path)
+    sync(final_path.parent)
 
 
-def replace_folder(draft: Path, final: Path) -> None:
-    """Put a complete folder in the place of the one that has the name `final`, durably, and remove the old one.
+def replace_folder(draft: Path, final_path: Path) -> None:
+    """Replace the folder `final_path` by a complete draft, durably, and remove the old folder.
 
     The exchange of two names is atomic. Where the file system has none, the old folder is moved away and, if the new
     one cannot be moved there, back; a process that is killed in between leaves it as `.<name>.old`.
     """
     sync_tree(draft)
-    old = final.with_name(f".{final.name}.old")
-    if not final.exists():
-        draft.rename(final)
+    previous_folder = final_path.with_name(f".{final_path.name}.old")
+    if not final_path.exists():
+        draft.rename(final_path)
     else:
         try:
-            _exchange(draft, final)
+            _exchange_names(draft, final_path)
         except OSError as error:
-            if error.errno not in NO_EXCHANGE:
+            if error.errno not in EXCHANGE_UNSUPPORTED_ERRORS:
                 raise
-            shutil.rmtree(old, ignore_errors=True)
-            final.rename(old)
+            shutil.rmtree(previous_folder, ignore_errors=True)
+            final_path.rename(previous_folder)
             try:
-                draft.rename(final)
+                draft.rename(final_path)
             except BaseException:
-                old.rename(final)
+                previous_folder.rename(final_path)
                 raise
-    sync(final.parent)
-    for folder in (draft, old):
+    sync(final_path.parent)
+    for folder in (draft, previous_folder):
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _exchange(one: Path, other: Path) -> None:
+def _exchange_names(first: Path, second: Path) -> None:
     """Exchange the names of two folders, atomically (renameat2, Linux 3.15). Raises `OSError`."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
-    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE):
-        number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), str(one), None, str(other))
+    if rename(AT_FDCWD, os.fsencode(first), AT_FDCWD, os.fsencode(second), RENAME_EXCHANGE):
+        error_number = ctypes.get_errno()
+        raise OSError(error_number, os.strerror(error_number), str(first), None, str(second))
 
 
 def sync(path: Path) -> None:
@@ -153,13 +153,13 @@ def sync_tree(folder: Path) -> None:
     sync(folder)
 
 
-def _new_name(final: Path) -> Path:
-    return final.with_name(f".{final.name}.{uuid.uuid4().hex[:8]}")
+def _draft_path(final_path: Path) -> Path:
+    return final_path.with_name(f".{final_path.name}.{uuid.uuid4().hex[:8]}")
 
 
-def is_dead(folder: Path) -> bool:
+def is_stale(folder: Path) -> bool:
     """Whether no living process writes the draft. Raises `OSError` where it goes meanwhile."""
-    with suppress(FileNotFoundError), (folder / LOCK).open("r+b") as file:
+    with suppress(FileNotFoundError), (folder / LOCK_FILE).open("r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -167,17 +167,17 @@ def is_dead(folder: Path) -> bool:
         except OSError:
             pass  # storage without locks
         else:
-            if file.read() == _where(file.fileno()):
+            if file.read() == _lock_scope(file.fileno()):
                 return True
-    written = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
-    return time.time() - written > SILENT_S
+    last_write = max(path.stat().st_mtime for path in (folder, *folder.iterdir()))
+    return time.time() - last_write > STALE_AFTER_S
 
 
-def _where(lock: int) -> bytes:
+def _lock_scope(lock: int) -> bytes:
     """The kernel that runs this process, and the mount of an open file. Processes that share both see each other's
     locks."""
     try:
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        kernel_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
-        kernel = socket.gethostname()
-    return f"{kernel} {os.fstat(lock).st_dev}".encode()
+        kernel_id = socket.gethostname()
+    return f"{kernel_id} {os.fstat(lock).st_dev}".encode()

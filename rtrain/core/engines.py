@@ -1,7 +1,7 @@
-"""The engines that compute an artefact's logits: one table, by the name that artifact.json holds.
+"""The table of engines, which compute an artifact's logits, by the name in artifact.json.
 
-Settings, artefacts, serving and quantization all ask it, so it imports almost nothing: what it names is imported where
-it is used, and an int8 artefact is served without torch.
+Settings, artifacts, serving and quantization use it, so it imports almost nothing: loaders are imported on use, and an
+int8 artifact is served without torch.
 """
 
 import importlib
@@ -12,57 +12,60 @@ from typing import Any, NamedTuple
 
 from rtrain.core.errors import UserError
 
-PACKED = ".gz"
+COMPRESSED_SUFFIX = ".gz"
 """Ends the names of a graph's files that are kept compressed (`quantize.compressed`)."""
 
 
-class Entry(NamedTuple):
+class EngineSpec(NamedTuple):
     loader: str
-    """`module:function`. Called with (folder, artifact, threads); its `logits` answers
-    (`rtrain.inference.predictor.Engine`)."""
+    """`module:function`. Called with (folder, artifact, threads); returns a `rtrain.inference.predictor.Engine`."""
     files: tuple[str, ...]
-    """The model's files in the artefact's folder, beside config.json and the tokenizer."""
+    """The model's files in the artifact's folder, beside config.json and the tokenizer."""
     golden_tolerance: float
-    """Most that its logits may differ from the golden answers: another processor's kernels round otherwise, in the last
-    bits of fp32, by a step of a few scales of int8."""
+    """Largest difference of its logits from the golden answers: kernels of other CPUs round differently, in the last
+    bits of fp32, or by a few steps of int8."""
     quantizer: str | None = None
-    """`module:function` that exports the float model, for an engine of int8 graphs:
-    `rtrain.compress.exporters.base.Export`. None: it is the float model."""
+    """`module:function` that exports the float model, for an int8 engine:
+    `rtrain.compress.exporters.base.ExportFunction`. None for the float engine."""
     libraries: tuple[str, ...] = ()
-    """Modules that `quantizer` and `loader` need and that not every installation of rtrain has."""
-    plans_by_shape: bool = False
-    """Whether it keeps a plan of its graph, and memory for it, for each shape of inputs. Calls are then padded to few
-    shapes, since clients choose the shapes."""
-    on_gpu: bool = False
-    """Whether its loader takes a device too, torch's `cuda`."""
+    """Optional modules that `quantizer` and `loader` need."""
+    compiles_per_shape: bool = False
+    """Whether it compiles its graph, and keeps memory, for each input shape. Calls are then padded to few shapes, since
+    clients choose the shapes."""
+    supports_gpu: bool = False
+    """Whether its loader also takes a device, torch's `cuda`."""
 
-    narrows: bool = False
-    """Whether its word table can have 4 bits (`rtrain.compress.exporters.int4`)."""
+    supports_int4_embedding: bool = False
+    """Whether its word embedding can have 4 bits (`rtrain.compress.exporters.int4`)."""
 
-    def present(self, folder: Path) -> list[Path]:
-        """Its files in an artefact's folder, as they are or compressed."""
-        both = ((folder / name, folder / f"{name}{PACKED}") for name in self.files)
-        return [found for pair in both if (found := next((one for one in pair if one.is_file()), None)) is not None]
+    def find_files(self, folder: Path) -> list[Path]:
+        """Return its files in an artifact's folder, plain or compressed."""
+        path_pairs = ((folder / name, folder / f"{name}{COMPRESSED_SUFFIX}") for name in self.files)
+        return [
+            existing_path
+            for pair in path_pairs
+            if (existing_path := next((path for path in pair if path.is_file()), None)) is not None
+        ]
 
     @property
-    def gradients(self) -> bool:
-        """Whether it is the float model, with gradients: it is explained, distilled and quantized."""
+    def has_gradients(self) -> bool:
+        """Whether it is the float engine, with gradients, for explanations, distillation and quantization."""
         return self.quantizer is None
 
 
-FLOAT = "torch"
+FLOAT_ENGINE = "torch"
 
-ENGINES: Mapping[str, Entry] = {
-    FLOAT: Entry("rtrain.inference.predictor:Torch", ("model.safetensors",), 1e-3, on_gpu=True),
-    "openvino": Entry(
+ENGINES: Mapping[str, EngineSpec] = {
+    FLOAT_ENGINE: EngineSpec("rtrain.inference.predictor:TorchEngine", ("model.safetensors",), 1e-3, supports_gpu=True),
+    "openvino": EngineSpec(
         "rtrain.inference.predictor:open_openvino",
         ("model.int8.xml", "model.int8.bin"),
         0.1,
         quantizer="rtrain.compress.exporters.openvino:export",
-        plans_by_shape=True,
-        narrows=True,
+        compiles_per_shape=True,
+        supports_int4_embedding=True,
     ),
-    "onnxruntime": Entry(
+    "onnxruntime": EngineSpec(
         "rtrain.inference.predictor:open_onnxruntime",
         ("model.int8.onnx",),
         0.1,
@@ -72,30 +75,30 @@ ENGINES: Mapping[str, Entry] = {
 }
 
 
-def quantized() -> tuple[str, ...]:
-    """Names of the engines of int8 graphs: what the setting `quantize.engine` may be. The first is its default."""
-    return tuple(name for name, engine in ENGINES.items() if not engine.gradients)
+def list_quantized_engines() -> tuple[str, ...]:
+    """Return the names of the int8 engines, the values of `quantize.engine`. The first is the default."""
+    return tuple(name for name, engine in ENGINES.items() if not engine.has_gradients)
 
 
-def get(name: str) -> Entry:
-    """Raises `UserError` for an engine that this rtrain has not: its artefact is of a newer one."""
+def get_engine(name: str) -> EngineSpec:
+    """Raises `UserError` for an unknown engine, of an artifact of a newer version."""
     if name not in ENGINES:
         raise UserError(f"engine {name!r} is unknown; this rtrain has {', '.join(ENGINES)}", code="unknown_name")
     return ENGINES[name]
 
 
-def needed(name: str, libraries: Sequence[str]) -> None:
+def require_libraries(name: str, libraries: Sequence[str]) -> None:
     """Raises `UserError` where one of an engine's libraries is not installed."""
-    absent = [library for library in libraries if importlib.util.find_spec(library) is None]
-    if absent:
+    missing_libraries = [library for library in libraries if importlib.util.find_spec(library) is None]
+    if missing_libraries:
         raise UserError(
-            f"the engine {name} needs {' and '.join(absent)}: pip install 'rtrain[onnx]', or quantize with "
-            f"quantize.engine={quantized()[0]}",
+            f"the engine {name} needs {' and '.join(missing_libraries)}: pip install 'rtrain[onnx]', or quantize with "
+            f"quantize.engine={list_quantized_engines()[0]}",
             code="not_installed",
         )
 
 
-def named(reference: str) -> Any:
-    """What `module:name` stands for."""
-    module, name = reference.split(":")
+def import_object(import_path: str) -> Any:
+    """Import the object `module:name`."""
+    module, name = import_path.split(":")
     return getattr(importlib.import_module(module), name)

@@ -1,7 +1,7 @@
 """Environment settings that libraries read when they are imported, and so must be set before.
 
-`prepare()` is called by the command line before any heavy import; processes that Ray starts inherit the values.
-A value that the user has set already always wins.
+`set_env_defaults()` is called by the command line before any heavy import; processes that Ray starts inherit the
+values. A value that the user has set already always wins.
 """
 
 import contextlib
@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, MutableMapping
 
 from rtrain.core import cgroup_limits
 
-SETTINGS = {
+ENV_DEFAULTS = {
     # Ray's own progress bars and forwarded logs flood the terminal (a line per operator and worker); rtrain prints one.
     "RAY_DATA_DISABLE_PROGRESS_BARS": "1",
     "RAY_AIR_NEW_OUTPUT": "0",
@@ -21,8 +21,8 @@ SETTINGS = {
     "RAY_DISABLE_IMPORT_WARNING": "1",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "1",
-    # Ray gives the workers of a cluster that it starts the priority of background work (nice 15). Beside one busy
-    # process of anybody's, a training or a replica would then get some 3 % of a core in place of half of it.
+    # Ray starts the workers of a local cluster with the priority of background work (nice 15). Next to one busy
+    # process, a training or a replica would get about 3 % of a core instead of half.
     "RAY_worker_niceness": "0",
     # A thread of Tune that outlives an interrupted session would start another Ray with its next call.
     "RAY_ENABLE_AUTO_CONNECT": "0",
@@ -30,11 +30,11 @@ SETTINGS = {
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
     # Tune would write every result of its trials into files of three formats; a search has its own journal.
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    # Train's controller looks at its workers every 2 s by default, which costs 2 s at each start, report and end of a
+    # Train's controller polls its workers every 2 s by default, which costs 2 s at each start, report and end of a
     # run.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    # rtrain itself watches for nodes that are about to go (runs/notice.py). A second watch would be one more process,
-    # and even an idle one takes 1 % of a core, which the workers of a small machine would lack.
+    # rtrain itself watches for draining nodes (runs/stop_request.py). A second watcher would be one more process, and
+    # even an idle one takes 1 % of a core of a small machine.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Ray's own metrics need a Prometheus, which a laptop does not run.
     "RAY_TRAIN_METRICS_ENABLED": "0",
@@ -51,106 +51,107 @@ SETTINGS = {
     "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_DISABLE_TELEMETRY": "true",
-    # glibc gives blocks over 128 KB back to the kernel at once, so that a training step pays for page faults on every
+    # glibc returns blocks over 128 KB to the kernel at once, so that a training step pays for page faults on every
     # activation (5 to 13 % of a step, as measured elsewhere). Kept blocks cost memory that the next step uses anyway.
-    # Blocks above the threshold still go back: their sizes change, and they would leave holes of gigabytes.
+    # Blocks above the threshold are still returned: their sizes vary, and they would leave holes of gigabytes.
     "MALLOC_MMAP_THRESHOLD_": "67108864",
     "MALLOC_TRIM_THRESHOLD_": "536870912",
     "MALLOC_ARENA_MAX": "4",
 }
 
 
-_LIMITS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
+_MALLOC_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""By which glibc's `mallopt` knows them (malloc.h)."""
-RETURNED, RETURNED_AT_END = 1 << 20, 64 << 20
-"""Bytes, in place of these settings; see `freed_goes_back`."""
-COLLECTED_AFTER = 10_000
-CACHE = "RTRAIN_CACHE"
-"""Folder in which compiled graphs are kept (`rtrain.models.compile_cache`); empty: none is."""
-COUNTED_GPUS = "RTRAIN_COUNTED_GPUS"
-"""Set to 1 on the nodes of a rehearsed cluster (`rtrain.cluster.rehearsal`), whose GPUs are counted and not there:
-workers take one each, and compute on CPUs."""
+"""Parameters of glibc's `mallopt` (malloc.h)."""
+TRIMMED_MMAP_THRESHOLD, TRIMMED_HEAP_THRESHOLD = 1 << 20, 64 << 20
+"""Bytes, in place of these settings; see `trim_malloc`."""
+GC_THRESHOLD = 10_000
+CACHE_ENV = "RTRAIN_CACHE"
+"""Folder of compiled graphs (`rtrain.models.compile_cache`); empty: no cache."""
+FAKE_GPUS_ENV = "RTRAIN_FAKE_GPUS"
+"""Set to 1 on the nodes of a rehearsed cluster (`rtrain.rehearsal`), whose GPUs exist only as a resource of Ray: each
+worker reserves one, and computes on CPUs."""
 
 
-def gpus_are_counted(environ: Mapping[str, str] | None = None) -> bool:
-    return (os.environ if environ is None else environ).get(COUNTED_GPUS) == "1"
+def uses_fake_gpus(environ: Mapping[str, str] | None = None) -> bool:
+    return (os.environ if environ is None else environ).get(FAKE_GPUS_ENV) == "1"
 
 
-def cores() -> int:
-    """How many processor cores this process may use; a container or taskset may allow fewer than the machine has."""
-    quota = cgroup_limits.cpus()
-    return _affinity() if quota is None else max(1, min(_affinity(), int(quota)))
+def available_cores() -> int:
+    """Number of CPU cores for this process; a container or taskset may allow fewer than the machine has."""
+    quota = cgroup_limits.cpu_quota()
+    return _count_affinity_cores() if quota is None else max(1, min(_count_affinity_cores(), int(quota)))
 
 
-def notice() -> str | None:
-    """What to tell the user of the limits of a container; None without."""
-    return cgroup_limits.notice(_affinity())
+def describe_container_limits() -> str | None:
+    """Describe the limits of the container for the user; None without limits."""
+    return cgroup_limits.describe_container_limits(_count_affinity_cores())
 
 
-def _affinity() -> int:
+def _count_affinity_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def set_limits(answer_s: float, placement_s: float | None) -> None:
-    """Set how many seconds Ray Train waits for a worker process that does not answer (by default ten minutes), and for
-    free CPUs to place workers on (None: Ray Train's default)."""
-    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(answer_s)
-    if placement_s is None:
+def set_ray_train_timeouts(health_check_timeout_s: float, placement_timeout_s: float | None) -> None:
+    """Set the seconds for which Ray Train waits for an unresponsive worker process (default ten minutes), and for free
+    CPUs to place workers on (None: Ray Train's default)."""
+    os.environ["RAY_TRAIN_WORKER_HEALTH_CHECK_TIMEOUT_S"] = str(health_check_timeout_s)
+    if placement_timeout_s is None:
         os.environ.pop("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", None)
     else:
-        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(placement_s)
+        os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(placement_timeout_s)
 
 
-def give_memory_back() -> None:
-    """Return to the system what this process has freed. By `SETTINGS` it keeps up to 512 MB for the next step; between
-    two trainings there is none."""
+def release_freed_memory() -> None:
+    """Return freed memory to the system. `ENV_DEFAULTS` keeps up to 512 MB of it for the next step, which is useless
+    between two trainings."""
     with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
-def freed_goes_back(wanted: bool = True) -> Iterator[None]:
-    """Inside, this process returns freed blocks of `RETURNED` bytes and more to the system at once, if `wanted`.
+def trim_malloc(is_enabled: bool = True) -> Iterator[None]:
+    """Within the block, return freed blocks of `TRIMMED_MMAP_THRESHOLD` bytes and more to the system at once, if
+    `is_enabled`.
 
-    By `SETTINGS` it keeps them for the next pass, which asks for the same sizes in the same order. Where blocks of many
-    sizes come and go, as weights that are gathered for a layer do, what is kept is holes: up to 1.7 times what is
-    alive, and from run to run another factor. Where the user has set either figure, it stays.
+    `ENV_DEFAULTS` keeps them for the next micro-batch, which allocates the same sizes in the same order. For blocks of
+    many sizes, such as gathered weights of layers, the kept blocks are holes: up to 1.7 times the live memory, with
+    another factor from run to run. A value set by the user stays.
     """
-    ours = all(os.environ.get(name) == SETTINGS[name] for name in _LIMITS)
-    if not (wanted and ours and _limit(RETURNED, RETURNED_AT_END)):
+    uses_defaults = all(os.environ.get(name) == ENV_DEFAULTS[name] for name in _MALLOC_SETTINGS)
+    if not (is_enabled and uses_defaults and _set_malloc_thresholds(TRIMMED_MMAP_THRESHOLD, TRIMMED_HEAP_THRESHOLD)):
         yield
         return
     try:
         yield
     finally:
-        _limit(*(int(SETTINGS[name]) for name in _LIMITS))
-        give_memory_back()
+        _set_malloc_thresholds(*(int(ENV_DEFAULTS[name]) for name in _MALLOC_SETTINGS))
+        release_freed_memory()
 
 
-def _limit(block: int, end: int) -> bool:
-    """Bytes from which a block has a mapping of its own, and of free memory at the heap's end above which it is
-    returned. Whether the C library took both."""
-    with contextlib.suppress(OSError, AttributeError):  # another one than glibc
+def _set_malloc_thresholds(mmap_threshold: int, trim_threshold: int) -> bool:
+    """Set the size from which a block has its own mapping, and the free memory at the heap's end above which it is
+    returned, in bytes. Returns whether the C library took both."""
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         libc = ctypes.CDLL(None)
-        return bool(libc.mallopt(M_MMAP_THRESHOLD, block) and libc.mallopt(M_TRIM_THRESHOLD, end))
+        return bool(libc.mallopt(M_MMAP_THRESHOLD, mmap_threshold) and libc.mallopt(M_TRIM_THRESHOLD, trim_threshold))
     return False
 
 
-def collect_less() -> None:
-    """Look for garbage after 10,000 new objects in place of Python's 700 or 2,000, unless it is less often already.
-    Importing Ray, torch and transformers makes hundreds of thousands, none of them garbage; every eighth second of that
-    went by with looking."""
-    first, *others = gc.get_threshold()
-    if 0 < first < COLLECTED_AFTER:
-        gc.set_threshold(COLLECTED_AFTER, *others)
+def tune_gc() -> None:
+    """Collect garbage after 10,000 new objects instead of Python's 700 or 2,000, unless the threshold is higher
+    already. Importing Ray, torch and transformers allocates hundreds of thousands of live objects; collections took an
+    eighth of that time."""
+    young_threshold, *older_thresholds = gc.get_threshold()
+    if 0 < young_threshold < GC_THRESHOLD:
+        gc.set_threshold(GC_THRESHOLD, *older_thresholds)
 
 
-def prepare(environ: MutableMapping[str, str] | None = None) -> None:
-    """Put `SETTINGS` into the environment, leaving alone what the user has set."""
+def set_env_defaults(environ: MutableMapping[str, str] | None = None) -> None:
+    """Set `ENV_DEFAULTS` in the environment; values of the user stay."""
     environ = os.environ if environ is None else environ
-    for name, value in SETTINGS.items():
+    for name, value in ENV_DEFAULTS.items():
         environ.setdefault(name, value)
-    caches = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # A user without a name has no home folder, and keeps nothing.
-    environ.setdefault(CACHE, os.path.join(caches, "rtrain") if os.path.isabs(caches) else "")
+    cache_root = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # A user without a name has no home folder, and no cache.
+    environ.setdefault(CACHE_ENV, os.path.join(cache_root, "rtrain") if os.path.isabs(cache_root) else "")

@@ -11,9 +11,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: the setting, the value found, why it cannot work, and what to write instead.
+    """One invalid setting: its name and value, the reason, and the value to write instead (`fix`).
 
-    `code` names the cause in snake_case and does not change with the wording.
+    `code` names the cause in snake_case, independent of the wording.
     """
 
     field: str
@@ -24,14 +24,14 @@ class Problem:
     code: str
 
     def __str__(self) -> str:
-        shown = "" if self.value is None else f"={_short(self.value)}"
-        return f"{self.field}{shown}: {self.reason}; {self.fix}"
+        value_text = "" if self.value is None else f"={_abbreviate(self.value)}"
+        return f"{self.field}{value_text}: {self.reason}; {self.fix}"
 
 
 class UserError(Exception):
-    """Something outside rtrain's code is wrong; the message says what, where, and what to do. Exit code 1.
+    """An error that the user can fix; the message names the problem, its place and the fix. Exit code 1.
 
-    `code` names the cause in snake_case and does not change with the wording.
+    `code` names the cause in snake_case, independent of the wording.
     """
 
     exit_code = 1
@@ -43,14 +43,14 @@ class UserError(Exception):
             self.code = code
 
     def to_document(self) -> dict[str, Any]:
-        """What a command prints on stdout by `--json`."""
+        """Return the JSON object that a command prints on stdout with `--json`."""
         return {"error": {"code": self.code, "message": str(self), "problems": []}}
 
 
-class Ended(UserError):
-    """The command was ended from outside; the message says how to go on, `exit_code` by which signal."""
+class CommandInterruptedError(UserError):
+    """A signal ended the command; the message has the command to resume, `exit_code` the signal."""
 
-    code = "ended"
+    code = "interrupted"
 
     def __init__(self, message: str, exit_code: int):
         self.exit_code = exit_code
@@ -58,7 +58,7 @@ class Ended(UserError):
 
 
 class ConfigError(UserError):
-    """The configuration cannot work. Holds every problem found, not only the first. Exit code 2."""
+    """An invalid configuration, with all problems. Exit code 2."""
 
     exit_code = 2
     code = "config"
@@ -68,71 +68,73 @@ class ConfigError(UserError):
         super().__init__("\n".join([*map(str, problems), *([advice] if advice else [])]))
 
     def to_document(self) -> dict[str, Any]:
-        problems = [{"field": each.field, "code": each.code, "message": str(each)} for each in self.problems]
+        problems = [
+            {"field": problem.field, "code": problem.code, "message": str(problem)} for problem in self.problems
+        ]
         return {"error": {"code": self.code, "message": str(self), "problems": problems}}
 
     def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[Problem, ...], str | None]]:
-        return type(self), (self.problems, self.advice)  # pickling must keep both, on the way back from a Ray worker
+        return type(self), (self.problems, self.advice)  # for pickling, from a Ray worker
 
 
-class TryAgain(UserError):
-    """Nothing is wrong; the rest is for another start, with --resume. Exit code 75 (EX_TEMPFAIL), at which a batch
-    system submits a job again."""
+class TemporaryFailureError(UserError):
+    """A temporary failure; another attempt with --resume continues. Exit code 75 (EX_TEMPFAIL), at which a batch system
+    submits a job again."""
 
     exit_code = 75
-    code = "try_again"
+    code = "temporary_failure"
 
 
-def visible(text: str) -> str:
-    """The text with escapes in place of what steers a terminal or is half of a character: hostile text cannot write on
-    it. Letters of every script stay as they are, so that their readers know their own files and labels."""
-    return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
+def escape(text: str) -> str:
+    """Escape control characters and lone surrogates, so that hostile text cannot control a terminal. Letters of every
+    script stay."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
-def quoted(value: object, limit: int = 60) -> str:
-    """A value of a row on one line, as `visible` has it."""
-    shown = repr(value)  # which escapes the same
-    return shown if len(shown) <= limit else shown[: limit - 3] + "..."
+def quote_value(value: object, limit: int = 60) -> str:
+    """Format a value of a row on one line, escaped."""
+    value_text = repr(value)  # repr escapes the same characters
+    return value_text if len(value_text) <= limit else value_text[: limit - 3] + "..."
 
 
 def find_nearest_file(name: str, names: Iterable[str]) -> str | None:
-    """The file's name most like one that is not there; None where none is. Endings do not count: most names share
+    """Return the existing name most similar to a missing file's name, or None. Suffixes are ignored: most names share
     them."""
-    stems = {each.partition(".")[0] or each: each for each in sorted(names, reverse=True)}
-    near = difflib.get_close_matches(name.partition(".")[0] or name, list(stems), n=1)
-    return stems[near[0]] if near else None
+    stems = {candidate.partition(".")[0] or candidate: candidate for candidate in sorted(names, reverse=True)}
+    matches = difflib.get_close_matches(name.partition(".")[0] or name, list(stems), n=1)
+    return stems[matches[0]] if matches else None
 
 
-def meant(path: Path) -> str | None:
-    """`did you mean ...?` of a path that is not there: what stands beside it under the name most like its own. None
-    where nothing is like it. Hidden names are nobody's meaning."""
+def suggest_path(path: Path) -> str | None:
+    """Return `did you mean ...?` for a missing path, with the sibling of the most similar name; None without a similar
+    name. Hidden names are ignored."""
     missing = path
     while not missing.parent.is_dir():
         missing = missing.parent
-    readable = os.access(missing.parent, os.R_OK)
-    beside = [name for name in os.listdir(missing.parent) if name[0] != "."] if readable else []
-    near = find_nearest_file(missing.name, beside)
-    if near is None or missing.exists():
+    is_readable = os.access(missing.parent, os.R_OK)
+    sibling_names = [name for name in os.listdir(missing.parent) if name[0] != "."] if is_readable else []
+    closest_name = find_nearest_file(missing.name, sibling_names)
+    if closest_name is None or missing.exists():
         return None
-    found = missing.with_name(near)
-    whole = found / path.relative_to(missing)
-    return f"did you mean {whole if whole.exists() else found}?"
+    closest_path = missing.with_name(closest_name)
+    suggested_path = closest_path / path.relative_to(missing)
+    return f"did you mean {suggested_path if suggested_path.exists() else closest_path}?"
 
 
-def _short(value: Any, limit: int = 80) -> str:
-    """`value` on one line, as `visible` has it. The middle of a long one is left out: the end of a path says which file
-    is meant."""
-    text = visible(value) if isinstance(value, str) else repr(value)
+def _abbreviate(value: Any, limit: int = 80) -> str:
+    """Format `value` on one line, escaped. A long value is shortened in the middle: the end of a path identifies the
+    file."""
+    text = escape(value) if isinstance(value, str) else repr(value)
     if len(text) <= limit:
         return text
-    begins = (limit - 3) // 2
-    return f"{text[:begins]}...{text[begins + 3 - limit :]}"
+    head_length = (limit - 3) // 2
+    return f"{text[:head_length]}...{text[head_length + 3 - limit :]}"
 
 
-def hide(text: str) -> str:
-    """`text` without the user and password of its addresses, without the passwords of their queries, and without the
-    whole query of web addresses, which in presigned ones is a signature that whoever reads it may use."""
-    # A database's password may hold a slash. A path with an @ behind a port looks alike, and is hidden with it.
+def redact(text: str) -> str:
+    """Remove user and password from URLs in `text`, passwords from their queries, and the whole query of web URLs,
+    which is a usable signature in presigned URLs."""
+    # A database's password may contain a slash. A path with an @ after a port looks the same, and is removed too.
     text = re.sub(r"://(?:[^/:@\s]*:[^@\s]*|[^/@\s]+)@", "://***@", text)
     text = re.sub(r"(https?://[^?\s]+)\?[^\s\"',]+", r"\1?***", text)
     return re.sub(r"([?&](?:ssl)?(?:password|passwd)=)[^&\s\"',]+", r"\1***", text)

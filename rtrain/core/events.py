@@ -1,4 +1,4 @@
-"""The run's append-only log, one JSON object a line. Everything that is reported about a run is computed from it."""
+"""The append-only log of a run, one JSON object a line. Every report about a run is computed from it."""
 
 import json
 import os
@@ -8,32 +8,32 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-NAME = "events.jsonl"
+FILE_NAME = "events.jsonl"
 
 
-def doing(text: str, phase: str) -> dict[str, Any]:
-    """The event of something that takes seconds, said when it begins to whoever waits. It is no part of a run's log.
+def make_phase_event(text: str, phase: str) -> dict[str, Any]:
+    """Make the event of a phase that takes seconds, for the progress line only; it is not in a run's log.
 
-    `phase`: what its seconds are counted as.
+    `phase`: name for its seconds in the summary.
     """
-    return {"kind": "doing", "text": text, "phase": phase}
+    return {"kind": "phase_started", "text": text, "phase": phase}
 
 
-def append(folder: Path, kind: str, **fields: Any) -> None:
+def append_event(folder: Path, kind: str, **fields: Any) -> None:
     """Add one event to a run's log."""
-    add(folder / NAME, kind, **fields)
+    append_event_to_file(folder / FILE_NAME, kind, **fields)
 
 
-def add(path: Path, kind: str, /, *, sync: bool = False, **fields: Any) -> dict[str, Any]:
-    """Add one event to a file, and return it as it will be read. Written in one call, so that a reader never sees half
-    a line of a living writer. With `sync` it is on the disk when this returns, also if the machine stops."""
+def append_event_to_file(path: Path, kind: str, /, *, sync: bool = False, **fields: Any) -> dict[str, Any]:
+    """Append one event to a file, and return it as parsed. One write call, so that readers never see half a line of a
+    live writer. With `sync` it is durable when this returns."""
     line = json.dumps({"time": round(time.time(), 3), "kind": kind, **fields}, ensure_ascii=False)
-    # A lone surrogate (a file name, an error's text) is no UTF-8; its backslash form is what JSON writes for it.
+    # A lone surrogate (in a file name or an error's text) is not UTF-8; JSON escapes it with a backslash.
     data = line.encode("utf-8", "backslashreplace") + b"\n"
     with path.open("ab+") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
-        # A killed writer may have left half a line: it must not take this event with it.
+        # A killed writer may have left half a line, which must not corrupt this event.
         file.write(data if file.read(1) in (b"", b"\n") else b"\n" + data)
         if sync:
             file.flush()
@@ -42,17 +42,17 @@ def add(path: Path, kind: str, /, *, sync: bool = False, **fields: Any) -> dict[
     return event
 
 
-def read(run: Path) -> list[dict[str, Any]]:
+def read_events(run_folder: Path) -> list[dict[str, Any]]:
     """All events of a run's log."""
-    return read_file(run / NAME)
+    return read_events_file(run_folder / FILE_NAME)
 
 
-def read_file(path: Path) -> list[dict[str, Any]]:
-    """All events of a file; none where there is no file. A torn line, left by a killed writer, is not an event."""
-    return list(parsed(path.read_bytes())) if path.is_file() else []
+def read_events_file(path: Path) -> list[dict[str, Any]]:
+    """Return all events of a file, or none if it is missing. A torn line of a killed writer is skipped."""
+    return list(parse_events(path.read_bytes())) if path.is_file() else []
 
 
-def parsed(data: bytes) -> Iterator[dict[str, Any]]:
+def parse_events(data: bytes) -> Iterator[dict[str, Any]]:
     """The events of a log's bytes."""
     # Not splitlines: texts may hold other line separators. Half a line may end inside a character.
     for line in data.decode("utf-8", "replace").split("\n"):
@@ -64,64 +64,67 @@ def parsed(data: bytes) -> Iterator[dict[str, Any]]:
             yield event
 
 
-def trained(log: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
-    """The newest event `trained` and the `started` of the same start: what a start counts, such as its seconds, says
-    nothing of the updates of the starts before it. None where no start has come to its end."""
-    begun, found = None, None
-    for event in log:
+def find_last_trained_attempt(
+    events: Sequence[Mapping[str, Any]],
+) -> tuple[Mapping[str, Any], Mapping[str, Any]] | None:
+    """Return the newest event `trained` with the `started` of the same attempt: figures of an attempt, such as seconds,
+    exclude the steps of earlier attempts. None where no attempt has finished."""
+    started_event, last_attempt = None, None
+    for event in events:
         if event["kind"] == "started":
-            begun = event
-        elif event["kind"] == "trained" and begun is not None:
-            found = begun, event
-    return found
+            started_event = event
+        elif event["kind"] == "trained" and started_event is not None:
+            last_attempt = started_event, event
+    return last_attempt
 
 
-class Tail:
-    """Events that were added since the last call, or since this was made; `whole`: since the log was begun."""
+class EventTail:
+    """Reads events added since the last call, or since its creation; `from_start`: from the start of the log."""
 
-    def __init__(self, run: Path, *, whole: bool = False):
-        self._path = run / NAME
-        self._offset = 0 if whole or not self._path.is_file() else self._path.stat().st_size
+    def __init__(self, run_folder: Path, *, from_start: bool = False):
+        self._path = run_folder / FILE_NAME
+        self._offset = 0 if from_start or not self._path.is_file() else self._path.stat().st_size
 
-    def new(self) -> list[dict[str, Any]]:
+    def read_new(self) -> list[dict[str, Any]]:
         if not self._path.is_file():
             return []
         with self._path.open("rb") as file:
             file.seek(self._offset)
             data = file.read()
-        complete = data[: data.rfind(b"\n") + 1]
-        self._offset += len(complete)
-        return list(parsed(complete))
+        complete_lines = data[: data.rfind(b"\n") + 1]
+        self._offset += len(complete_lines)
+        return list(parse_events(complete_lines))
 
 
-class Follow:
-    """While it is entered, hands each new event of some runs to `on_event`, with the fields given for its run."""
+class EventFollower:
+    """A context manager that calls `on_event` for each new event of some runs, with the extra fields of its run."""
 
     def __init__(self, runs: Iterable[tuple[Path, dict[str, Any]]], on_event: Callable[[dict[str, Any]], None] | None):
-        self._tails = [(Tail(run), fields) for run, fields in runs]
-        self._on_event, self._done = on_event, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._tails = [(EventTail(run), fields) for run, fields in runs]
+        self._on_event, self._is_stopped = on_event, threading.Event()
+        self._thread = threading.Thread(target=self._forward_events, daemon=True)
 
     def __enter__(self) -> Self:
         if self._on_event:
             self._thread.start()
         return self
 
-    def add(self, run: Path, fields: dict[str, Any]) -> None:
+    def add(self, run_folder: Path, fields: dict[str, Any]) -> None:
         """Follow one more run, from its next event on."""
-        self._tails = [*self._tails, (Tail(run), fields)]  # a new list: the thread may be reading the old one
+        # A new list: the thread may be reading the old one.
+        self._tails = [*self._tails, (EventTail(run_folder), fields)]
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
+        self._is_stopped.set()
         if self._on_event:
             self._thread.join()
 
-    def _run(self) -> None:
+    def _forward_events(self) -> None:
         assert self._on_event
         while True:
-            ended = self._done.wait(0.2)
+            is_stopped = self._is_stopped.wait(0.2)
             for tail, fields in self._tails:
-                for event in tail.new():
+                for event in tail.read_new():
                     self._on_event({**event, **fields})
-            if ended:
+            if is_stopped:
                 return

@@ -1,4 +1,4 @@
-"""JSON files that people hand in, in folders of models say: read, or refused by name."""
+"""Reading JSON files of users, for example in model folders; errors name the file."""
 
 import json
 from pathlib import Path
@@ -10,8 +10,8 @@ ARTIFACT_JSON = "artifact.json"
 """Name of the file that describes an artifact."""
 
 
-def value(path: Path) -> Any:
-    """What a JSON file holds. Raises `UserError` where it is cut off, or no JSON."""
+def load_json(path: Path) -> Any:
+    """Load a JSON file. Raises `UserError` if it is truncated or not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
@@ -20,12 +20,12 @@ def value(path: Path) -> Any:
         ) from None
 
 
-def read(path: Path) -> dict[str, Any]:
-    """The object that a JSON file holds. Raises `UserError` where it holds none."""
-    found = value(path)
-    if not isinstance(found, dict):
+def load_json_object(path: Path) -> dict[str, Any]:
+    """Load the object in a JSON file. Raises `UserError` if it holds another type."""
+    document = load_json(path)
+    if not isinstance(document, dict):
         raise UserError(
-            f"{path} holds a {type(found).__name__} in place of an object; copy it whole, or make it again",
+            f"{path} holds a {type(document).__name__} in place of an object; copy it whole, or make it again",
             code="wrong_type",
         )
-    return found
+    return document

@@ -1,4 +1,4 @@
-"""A run's folder: the names of everything in it, its log, and what was decided once for all of its starts."""
+"""A run's folder: the names of its files, its log, and the decisions shared by all of its attempts."""
 
 import json
 import shlex
@@ -7,21 +7,21 @@ from pathlib import Path
 from typing import Any
 
 from rtrain.core import atomic_write, events, json_files
-from rtrain.core.errors import UserError, meant
+from rtrain.core.errors import UserError, suggest_path
 
-ARTIFACT = "artifact.json"
-"""The file by which an artefact's folder is known (`rtrain.inference.artifact`)."""
+ARTIFACT_FILE = "artifact.json"
+"""The file that marks an artifact's folder (`rtrain.inference.artifact`)."""
 
 
 class Run:
-    """What a run is handed on as. Nothing is read or written before it is asked for.
+    """The folder of a run. Nothing is read or written before a call needs it.
 
-    The log is read once: later calls read what was added since. So an object is for one thread and one process.
+    The log is read incrementally, so an object is for one thread and one process.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._log = events.Tail(folder, whole=True)
+        self._log = events.EventTail(folder, from_start=True)
         self._events: list[dict[str, Any]] = []
 
     def __repr__(self) -> str:
@@ -38,12 +38,12 @@ class Run:
 
     @property
     def config(self) -> Path:
-        """The complete configuration; where it is, there is a run."""
+        """The complete configuration; it marks a folder as a run."""
         return self.folder / "config.yaml"
 
     @property
     def log(self) -> Path:
-        return self.folder / events.NAME
+        return self.folder / events.FILE_NAME
 
     @property
     def checkpoints(self) -> Path:
@@ -55,8 +55,8 @@ class Run:
         return self.folder / "artifact"
 
     @property
-    def int8(self) -> Path:
-        """Where `rtrain quantize` puts the artefact's int8 version."""
+    def int8_artifact(self) -> Path:
+        """The artifact's int8 version, by `rtrain quantize`."""
         return self.folder / "artifact-int8"
 
     @property
@@ -68,11 +68,11 @@ class Run:
         return self.folder / "report.html"
 
     def predictions(self, split: str) -> Path:
-        """The rows of a split with their answers."""
+        """The rows of a split with their predictions."""
         return self.folder / f"predictions-{split}.parquet"
 
     def scores(self, split: str) -> Path:
-        """All that is measured of a split."""
+        """All scores of a split."""
         return self.folder / f"scores-{split}.json"
 
     @property
@@ -81,14 +81,14 @@ class Run:
         return self.folder / "baselines.json"
 
     @property
-    def store(self) -> Path | None:
-        """The newest token store that the log names, where it is still there: it lies beside the run, not in it."""
-        places = [Path(event["store"]) for event in self.events() if "store" in event]
-        return places[-1] if places and (places[-1] / "manifest.json").is_file() else None
+    def token_store(self) -> Path | None:
+        """The newest token store named by the log, if it still exists: it lies beside the run, not in it."""
+        store_folders = [Path(event["store"]) for event in self.events() if "store" in event]
+        return store_folders[-1] if store_folders and (store_folders[-1] / "manifest.json").is_file() else None
 
     @property
-    def ray(self) -> Path:
-        """Ray Train's own files, a folder a start."""
+    def ray_storage(self) -> Path:
+        """Ray Train's own files, a folder for each attempt."""
         return self.folder / "ray"
 
     @property
@@ -97,33 +97,33 @@ class Run:
         return self.folder / "lock"
 
     @property
-    def notice(self) -> Path:
-        """There while the running start is asked to end after the coming update."""
-        return self.folder / "notice"
+    def stop_request(self) -> Path:
+        """Exists while the running attempt is asked to end after the next step."""
+        return self.folder / "stop_request"
 
     @property
     def placement_group(self) -> Path:
-        """The id of the placement group that the running start holds."""
+        """The id of the placement group of the running attempt."""
         return self.folder / "placement_group"
 
-    def rung(self, update: int) -> Path:
-        """The answers to the validation rows at a rung of a search (`training.rungs`)."""
-        return self.folder / "rungs" / f"update-{update:08d}.safetensors"
+    def rung_predictions(self, step: int) -> Path:
+        """The predictions for the validation rows at a rung of a search (`rtrain.trainer.rung_predictions`)."""
+        return self.folder / "rungs" / f"step-{step:08d}.safetensors"
 
-    def stalled(self, rank: int | str) -> Path:
-        """Traceback of a worker, by rank, that hung in the newest start; empty where it did not. `*` for a pattern."""
-        return self.folder / f"stalled-{rank}.txt"
+    def hang_traceback(self, rank: int | str) -> Path:
+        """Traceback of a hung worker of the newest attempt, by rank; empty if it did not hang. `*` for a pattern."""
+        return self.folder / f"hang-{rank}.txt"
 
     def profile(self, rank: int | str) -> Path:
-        """Where the time of each update went on a worker, by rank, in a start that was profiled. `*` for a pattern."""
+        """Times of the parts of each step on a worker, by rank, of a profiled attempt. `*` for a pattern."""
         return self.folder / f"profile-{rank}.json"
 
-    def tracebacks(self) -> list[Path]:
-        """Those that hung workers left."""
-        return [path for path in sorted(self.folder.glob(self.stalled("*").name)) if path.stat().st_size]
+    def hang_tracebacks(self) -> list[Path]:
+        """Return the tracebacks of hung workers."""
+        return [path for path in sorted(self.folder.glob(self.hang_traceback("*").name)) if path.stat().st_size]
 
-    def traceback(self, name: str) -> Path:
-        """A new file for the traceback of what failed under that name."""
+    def new_traceback(self, name: str) -> Path:
+        """Return a new file name for a traceback."""
         return self.folder / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
 
     @property
@@ -131,32 +131,32 @@ class Run:
         return self.config.is_file()
 
     @property
-    def finished(self) -> bool:
-        """Whether the run has its artefact, which appears whole or not at all."""
-        return (self.artifact / ARTIFACT).is_file()
+    def is_finished(self) -> bool:
+        """Whether the run has its artifact, which is written atomically."""
+        return (self.artifact / ARTIFACT_FILE).is_file()
 
     # -------------------------------------------------------------------------------------------------------- the log
 
-    def append(self, kind: str, **fields: Any) -> None:
+    def append_event(self, kind: str, **fields: Any) -> None:
         """Add an event to the log."""
-        events.append(self.folder, kind, **fields)
+        events.append_event(self.folder, kind, **fields)
 
     def events(self, *kinds: str) -> list[dict[str, Any]]:
-        """All events so far, or those of some kinds, the oldest first."""
-        self._events += self._log.new()
+        """Return all events so far, or those with a kind in `kinds`, the oldest first."""
+        self._events += self._log.read_new()
         return [event for event in self._events if not kinds or event["kind"] in kinds]
 
-    def first(self, *kinds: str) -> dict[str, Any] | None:
+    def first_event(self, *kinds: str) -> dict[str, Any] | None:
         return next(iter(self.events(*kinds)), None)
 
-    def last(self, *kinds: str) -> dict[str, Any] | None:
+    def last_event(self, *kinds: str) -> dict[str, Any] | None:
         return next(reversed(self.events(*kinds)), None)
 
     # ------------------------------------------------------------------------------------------------------ a search
 
     @property
     def trials(self) -> Path:
-        """Where a search lists its trials, once it has ended: one JSON object a line."""
+        """The journal of a search: one JSON object a line."""
         return self.folder / "trials.jsonl"
 
     @property
@@ -170,12 +170,12 @@ class Run:
 
     @property
     def search_page(self) -> Path:
-        """What a search has come to, as a page."""
+        """The result page of a search."""
         return self.folder / "search.html"
 
     @property
-    def best(self) -> Path:
-        """The settings of a search's winner, complete; `rtrain train` takes them."""
+    def best_config(self) -> Path:
+        """The complete settings of a search's winner, for `rtrain train`."""
         return self.folder / "best.yaml"
 
     @property
@@ -188,108 +188,111 @@ class Run:
 
     @property
     def winner(self) -> "Run | None":
-        """The trial that a search has chosen. None for a run that is no search, or a search that has not chosen."""
-        event = self.last("searched")
-        return None if event is None else self.trial(event["best"])
+        """The winning trial of a search. None for a run that is no search, or a search without a winner yet."""
+        event = self.last_event("searched")
+        return None if event is None else self.trial(event["winner"])
 
     @property
-    def is_of_students(self) -> bool:
-        """Whether its configuration is that of a student, or of a search over students."""
-        import yaml  # not at the top: `rtrain predict` has no use for it
+    def is_student(self) -> bool:
+        """Whether the configuration is of a student, or of a search over students."""
+        import yaml  # not at the top: `rtrain predict` does not need it
 
         try:
             document = yaml.safe_load(self.config.read_text(encoding="utf-8"))
-            known: bool = document["distill"]["teacher"] is not None
-            return known
+            has_teacher: bool = document["distill"]["teacher"] is not None
+            return has_teacher
         except (OSError, yaml.YAMLError, KeyError, TypeError):
             return False
 
     @property
-    def resumed_by(self) -> str:
-        """The command that goes on with it; TEACHER stands for the run of a student's teacher, of which it knows the
-        version alone."""
-        search = self.is_search
-        words = ["tune"] if search else ["train"]
-        if self.is_of_students:
-            words = ["distill", "TEACHER", *(["--search"] if search else [])]
-        return shlex.join(["rtrain", *words, "--resume", "--out", str(self.folder)])
+    def resume_command(self) -> str:
+        """The command that resumes the run; TEACHER is a placeholder for the teacher's run, since a student records
+        only its version."""
+        is_search = self.is_search
+        arguments = ["tune"] if is_search else ["train"]
+        if self.is_student:
+            arguments = ["distill", "TEACHER", *(["--search"] if is_search else [])]
+        return shlex.join(["rtrain", *arguments, "--resume", "--out", str(self.folder)])
 
     # -------------------------------------------------------------------------------------------------- the decisions
 
     @property
     def decisions(self) -> dict[str, Any]:
-        """What was measured, or depends on the machine, and so was decided once for all ranks and starts; by name.
+        """Measured or machine-dependent values, decided once for all ranks and attempts; by name.
 
-        Rank 0 alone reads and keeps decisions, and tells the other ranks (`ranks.decided`): a mounted folder may hide
-        from them what was just written.
+        Rank 0 alone reads and writes decisions, and broadcasts them (`collectives.decide_on_rank_zero`): a mounted
+        folder may show other ranks an old file.
         """
         path = self.folder / "decisions.json"
-        return json_files.read(path) if path.is_file() else {}
+        return json_files.load_json_object(path) if path.is_file() else {}
 
-    def decide(self, name: str, value: Any) -> Any:
-        """The decision of that name: what was decided before, else `value`, which is then kept."""
-        known = self.decisions
-        if name in known:
-            return known[name]
+    def decide_once(self, name: str, value: Any) -> Any:
+        """Return the decision of that name: the earlier one, else `value`, which is stored."""
+        decisions = self.decisions
+        if name in decisions:
+            return decisions[name]
         path = self.folder / "decisions.json"
-        atomic_write.write_text(path, json.dumps({**known, name: value}))
+        atomic_write.write_text(path, json.dumps({**decisions, name: value}))
         return value
 
 
-# --------------------------------------------------------------------------------------------- what a folder stands for
+# ---------------------------------------------------------------------------------------------- runs and artifacts of
+# folders
 
 
-def chosen(folder: Path) -> Run:
-    """The run that a folder stands for: itself, or the winner of the search that the folder holds.
+def resolve_run(folder: Path) -> Run:
+    """Return the run of a folder: itself, or the winner of the search in the folder.
 
-    Raises `UserError` where the folder holds neither, or where the search has not chosen yet.
+    Raises `UserError` if the folder holds neither, or if the search has no winner yet.
     """
     run = Run(folder)
     if not run.exists:
         parent = Run(folder.parent)
-        inside = (folder / ARTIFACT).is_file() and parent.exists
-        near = f"did you mean {parent}?" if inside else meant(folder)
-        hint = near or "name the folder that --out named"
+        is_run_artifact = (folder / ARTIFACT_FILE).is_file() and parent.exists
+        suggestion = f"did you mean {parent}?" if is_run_artifact else suggest_path(folder)
+        hint = suggestion or "name the folder of --out"
         raise UserError(f"{folder} holds no run (no {run.config.name}); {hint}", code="not_a_run")
     if (winner := run.winner) is not None:
         if not winner.exists:
             raise UserError(
-                f"{folder} has chosen {winner.name}, which is gone; name the folder of another trial", code="not_found"
+                f"{folder} has the winner {winner.name}, which is missing; name the folder of another trial",
+                code="not_found",
             )
         return winner
     if run.is_search:
         raise UserError(
-            f"{folder} is a search that has not chosen its winner yet; go on with: {run.resumed_by}",
+            f"{folder} is a search without a winner yet; resume it with: {run.resume_command}",
             code="not_finished",
         )
     return run
 
 
-def artifact_of(folder: Path) -> Path:
-    """The artefact that a folder stands for: itself, or that of the run or of the search's winner that it holds.
+def resolve_artifact(folder: Path) -> Path:
+    """Return the artifact of a folder: itself, or that of the run or of the search's winner in it.
 
-    A run's float artefact comes first, since all scores of the run are its own; the int8 one is taken where it is the
-    only one. A folder that holds none of all these is returned as it is: whoever reads it as an artefact refuses it.
-    Raises `UserError` for a run that has no artefact yet.
+    A run's float artifact comes first, since the run's scores are its own; the int8 artifact is taken where it is the
+    only one. Any other folder is returned unchanged: reading it as an artifact fails. Raises `UserError` for a run
+    without an artifact yet.
     """
     run = Run(folder)
-    if (folder / ARTIFACT).is_file() or not (run.exists or run.finished):
+    if (folder / ARTIFACT_FILE).is_file() or not (run.exists or run.is_finished):
         return folder
-    found = chosen(folder) if run.exists else run
-    for place in (found.artifact, found.int8):
-        if (place / ARTIFACT).is_file():
-            return place
+    resolved_run = resolve_run(folder) if run.exists else run
+    for artifact_folder in (resolved_run.artifact, resolved_run.int8_artifact):
+        if (artifact_folder / ARTIFACT_FILE).is_file():
+            return artifact_folder
     raise UserError(
-        f"{found} has no artefact yet, as its training has not ended; go on with: {run.resumed_by}", code="not_finished"
+        f"{resolved_run} has no artifact yet, since its training has not ended; resume it with: {run.resume_command}",
+        code="not_finished",
     )
 
 
-def near(path: Path) -> Path:
-    """A path as a user would write it: relative where it lies in the current folder."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def relative_to_cwd(path: Path) -> Path:
+    """Return a path relative to the current folder where it lies in it."""
+    cwd = Path.cwd()
+    return path.relative_to(cwd) if path.is_relative_to(cwd) else path
 
 
-def shown(path: Path) -> str:
-    """A path as it can be pasted behind a command."""
-    return shlex.quote(str(near(path)))
+def quote_path(path: Path) -> str:
+    """Quote a path for a shell command."""
+    return shlex.quote(str(relative_to_cwd(path)))

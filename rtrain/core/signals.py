@@ -1,8 +1,8 @@
-"""SIGTERM ends a command as Ctrl-C does: first what it has started ends, and the exit code names the signal.
+"""SIGTERM ends a command like Ctrl-C: its child processes end first, and the exit code names the signal.
 
-Without this, Python's own answer to SIGTERM would skip every `finally` and leave Ray's processes behind, and that of
-Ray's core would print a stack of C++ calls. It is KeyboardInterrupt that is raised, which Ray and Tune hand on from
-wherever the process waits in them; of SystemExit Ray makes an error, as of a worker that crashed.
+Python's default handler of SIGTERM would skip every `finally` and leave Ray's processes behind, and that of Ray's core
+would print a C++ stack. The handler raises KeyboardInterrupt, which Ray and Tune propagate from any wait; Ray turns
+SystemExit into an error, like that of a crashed worker.
 """
 
 import ctypes
@@ -19,71 +19,71 @@ TERMINATED = 128 + signal.SIGTERM
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
-_received: list[int] = []
-"""SIGTERM, once it has come. Ray raises a KeyboardInterrupt of its own, so that the error cannot say it."""
-_usual: list[Callable[["sys.UnraisableHookArgs"], object]] = []
-"""Who is told of errors that nobody can catch, beside `_ignored`."""
-AGAIN_S = 0.05
+_received_signals: list[int] = []
+"""SIGTERM, once received. Ray raises its own KeyboardInterrupt, so that the error cannot name the signal."""
+_previous_hooks: list[Callable[["sys.UnraisableHookArgs"], object]] = []
+"""The earlier `sys.unraisablehook`, which `_resend_ignored_signal` calls for other errors."""
+RESEND_DELAY_S = 0.05
 
 
-def take() -> None:
-    """From now on SIGTERM raises KeyboardInterrupt in the main thread; called again after others set their handlers."""
-    if threading.current_thread() is threading.main_thread() and not _received:
-        signal.signal(signal.SIGTERM, _raise)
-        if sys.unraisablehook is not _ignored:
-            _usual[:] = [sys.unraisablehook]
-            sys.unraisablehook = _ignored
+def install_sigterm_handler() -> None:
+    """Make SIGTERM raise KeyboardInterrupt in the main thread; call it again after libraries set their handlers."""
+    if threading.current_thread() is threading.main_thread() and not _received_signals:
+        signal.signal(signal.SIGTERM, _on_sigterm)
+        if sys.unraisablehook is not _resend_ignored_signal:
+            _previous_hooks[:] = [sys.unraisablehook]
+            sys.unraisablehook = _resend_ignored_signal
 
 
-def end_with_parent(parent: int, number: int) -> None:
-    """Have this new process get that signal when its parent, of that process id, dies: on Linux."""
+def die_with_parent(parent_pid: int, signal_number: int) -> None:
+    """Make this new process receive a signal when its parent dies (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number)
-    if os.getppid() != parent:
-        os._exit(1)  # it has died before
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal_number)
+    if os.getppid() != parent_pid:
+        os._exit(1)  # it died before
 
 
 @contextmanager
-def owned() -> Iterator[None]:
-    """`take` for the block; afterwards SIGTERM does what it did before."""
-    before, hook = signal.getsignal(signal.SIGTERM), sys.unraisablehook
-    _received.clear()
-    take()
+def raise_on_sigterm() -> Iterator[None]:
+    """Call `install_sigterm_handler` for the block, and restore the earlier handler."""
+    previous_handler, previous_hook = signal.getsignal(signal.SIGTERM), sys.unraisablehook
+    _received_signals.clear()
+    install_sigterm_handler()
     try:
         yield
     finally:
         if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, before)
-            sys.unraisablehook = hook
+            signal.signal(signal.SIGTERM, previous_handler)
+            sys.unraisablehook = previous_hook
 
 
-def ended() -> tuple[str, int]:
-    """What ended the command that a KeyboardInterrupt has ended: in words, and as its exit code."""
-    # Python ends as if by SIGINT, whatever the exit code, where the error has passed an `exec` of text, as dataclasses
-    # make while a module is imported; the next one makes it forget that.
+def describe_interruption() -> tuple[str, int]:
+    """Return the cause of a KeyboardInterrupt, as text and as exit code."""
+    # Python exits with SIGINT, whatever the exit code, if the error has passed through an `exec` of text (dataclasses
+    # use it while a module is imported); the next `exec` resets this.
     exec("")
-    return ("ended by SIGTERM", TERMINATED) if _received else ("interrupted", INTERRUPTED)
+    return ("ended by SIGTERM", TERMINATED) if _received_signals else ("interrupted", INTERRUPTED)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
-    # Once: `timeout` and others send the signal to a process and to its group, and a second one would break off the end
-    # of what the process has started.
+def _on_sigterm(signal_number: int, frame: FrameType | None) -> None:
+    # Once: `timeout` and others send the signal to a process and to its group, and a second one would interrupt the
+    # shutdown of child processes.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    _received.append(number)
+    _received_signals.append(signal_number)
     raise KeyboardInterrupt
 
 
-def _ignored(error: "sys.UnraisableHookArgs") -> None:
-    """Give the signal again whose error nobody could catch: it came in a finalizer, of which Python drops what it
-    raises. The command would go on, and no second SIGTERM could end it."""
+def _resend_ignored_signal(error: "sys.UnraisableHookArgs") -> None:
+    """Send a signal again whose KeyboardInterrupt was raised in a finalizer, where Python ignores errors. The command
+    would continue, and no second SIGTERM could end it."""
     if not isinstance(error.exc_value, KeyboardInterrupt) or threading.current_thread() is not threading.main_thread():
-        _usual[0](error)
+        _previous_hooks[0](error)
         return
-    number = signal.SIGTERM if _received else signal.SIGINT
-    if _received:
-        _received.clear()
-        signal.signal(signal.SIGTERM, _raise)
-    # Later: here it would be raised in this function, of which Python drops errors too.
-    again = threading.Timer(AGAIN_S, signal.pthread_kill, (threading.main_thread().ident, number))
-    again.daemon = True
-    again.start()
+    signal_number = signal.SIGTERM if _received_signals else signal.SIGINT
+    if _received_signals:
+        _received_signals.clear()
+        signal.signal(signal.SIGTERM, _on_sigterm)
+    # Delayed: Python ignores errors in this function too.
+    timer = threading.Timer(RESEND_DELAY_S, signal.pthread_kill, (threading.main_thread().ident, signal_number))
+    timer.daemon = True
+    timer.start()

@@ -1,9 +1,9 @@
-"""Rows to be scored that are training rows too: a model has learned their answers, so they say nothing of other rows.
+"""Evaluation rows that are training rows too: the model has learned their labels, so their scores do not generalize.
 
-Two rows are one where their texts are equal but for case, blanks, punctuation and the ways in which Unicode writes a
-character. Splits made by rtrain keep equal texts together (`rtrain.data.splits`); what it cannot prevent are files of
-their own, columns that name the split, and texts that differ in such a trifle. Texts with other words in them are not
-looked for: a paraphrase is no repetition, and a template's next filling is a row of its own.
+Two rows are equal if their texts differ only in case, blanks, punctuation and Unicode normalization. Splits made by
+rtrain keep equal texts together (`rtrain.data.splits`). Separate files, columns that name the split, and texts that
+differ in case or punctuation can still put equal rows into two splits. Texts with other words are different rows: a
+paraphrase is not counted, nor is another filling of a template.
 """
 
 import hashlib
@@ -13,53 +13,53 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.data.row_reader import Record
+from rtrain.data.row_reader import SourceRow
 
-Keys = npt.NDArray[np.uint64]
+TextKeys = npt.NDArray[np.uint64]
 
 
-class _Table(dict[int, str | int | None]):
-    """What becomes of a character, by its code: for `str.translate`. Filled as characters are met."""
+class _CharacterMap(dict[int, str | int | None]):
+    """Replacements of characters by code point, for `str.translate`. Filled lazily."""
 
     def __missing__(self, code: int) -> str | int | None:
         category = unicodedata.category(chr(code))
-        found: str | int | None = code
-        if category == "Cf":  # a soft hyphen or a zero-width joiner: it parts no words
-            found = None
+        replacement: str | int | None = code
+        if category == "Cf":  # a soft hyphen or a zero-width joiner: it separates no words
+            replacement = None
         elif category[0] in "PZ" or category == "Cc":
-            found = " "
-        self[code] = found
-        return found
+            replacement = " "
+        self[code] = replacement
+        return replacement
 
 
-_TABLE = _Table()
+_CHARACTER_MAP = _CharacterMap()
 
 
-def plain(text: str) -> str:
-    """The text by which rows are compared: without punctuation, unless it is nothing else."""
+def normalize_text(text: str) -> str:
+    """Normalize a text for comparison: lower case, no punctuation unless there is nothing else."""
     if not text.isascii():
-        # Once more after the case is folded, which can take a character apart.
+        # Normalized again after case folding, which can decompose a character.
         text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
     else:
         text = text.lower()
-    return " ".join(text.translate(_TABLE).split()) or " ".join(text.split())
+    return " ".join(text.translate(_CHARACTER_MAP).split()) or " ".join(text.split())
 
 
-def key(record: Record) -> int:
-    """Hash of 64 bits of a row's texts as they are compared."""
-    text = plain(record.text) + "\x00" + plain(record.pair or "")
+def compute_text_key(row: SourceRow) -> int:
+    """64-bit hash of a row's normalized texts."""
+    text = normalize_text(row.text) + "\x00" + normalize_text(row.pair or "")
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest(), "little")
 
 
-def seen(trained_on: Iterable[Keys], keys: Keys) -> npt.NDArray[np.bool_]:
-    """Which of the rows with these keys are among the rows that are trained on, whose keys come in blocks.
+def find_in_training_set(training_keys: Iterable[TextKeys], keys: TextKeys) -> npt.NDArray[np.bool_]:
+    """Mark the rows whose key is among the training rows' keys, which come in blocks.
 
-    The held-out rows are sorted, not the training rows, of which there may be a thousand times as many.
+    The evaluation rows are sorted, not the training rows: there may be a thousand times as many training rows.
     """
-    known, places = np.unique(keys, return_inverse=True)
-    found = np.zeros(len(known), dtype=np.bool_)
-    for block in trained_on:
-        if len(known):
-            at = np.minimum(np.searchsorted(known, block), len(known) - 1)
-            found[at[known[at] == block]] = True
-    return found[places]
+    unique_keys, inverse = np.unique(keys, return_inverse=True)
+    is_training_key = np.zeros(len(unique_keys), dtype=np.bool_)
+    for block in training_keys:
+        if len(unique_keys):
+            slots = np.minimum(np.searchsorted(unique_keys, block), len(unique_keys) - 1)
+            is_training_key[slots[unique_keys[slots] == block]] = True
+    return is_training_key[inverse]

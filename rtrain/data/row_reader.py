@@ -1,6 +1,6 @@
-"""Files of any supported format -> checked rows. A bad row keeps its line and the reason, and is never lost in silence.
+"""Files of any supported format -> checked rows. A bad row keeps its line and the reason.
 
-`inspect` runs before anything starts, without Ray. `read` runs inside the token job, one piece (a file) at a time.
+`inspect_source` runs before anything starts, without Ray. `read_rows` runs inside the token job, one file at a time.
 """
 
 import codecs
@@ -20,375 +20,434 @@ from typing import IO, Any, NamedTuple
 
 import pyarrow
 
-from rtrain.config import Data
-from rtrain.core.errors import ConfigError, Problem, UserError, quoted, visible
+from rtrain.config import DataConfig
+from rtrain.core.errors import ConfigError, Problem, UserError, escape, quote_value
 from rtrain.data.readers import squad, tabular
-from rtrain.data.readers.values import halved, is_list, name_of, not_words, printable, string, text_of
+from rtrain.data.readers.values import (
+    explain_encode_error,
+    is_json_list,
+    replace_surrogates,
+    to_name,
+    to_string,
+    to_text,
+    validate_words,
+)
 from rtrain.data.sources import digests, file_ranges, find, paths
-from rtrain.data.sources.find import ROLES, Piece
-from rtrain.data.sources.paths import opened, path_of, refused
+from rtrain.data.sources.find import ROLE_BY_SPLIT_NAME, SourceFile
+from rtrain.data.sources.paths import make_config_error, open_file, strip_query
 
 
-class Record(NamedTuple):
+class SourceRow(NamedTuple):
     """One row of a source. `reason` says why it cannot be used; then `text` and the rest may be empty."""
 
     line: int
     text: str
     pair: str | None
     label: str
-    """The label as it stands in the file. A list is written as JSON, several columns as a JSON object by column."""
+    """The label, verbatim. A list is written as JSON, several columns as a JSON object by column."""
     reason: str | None
     slices: tuple[str, ...] = ()
-    """Values of the columns `data.slices`, as `values.printable` has them: no row is bad for these."""
+    """Values of the columns `data.slices`, without surrogates (`values.replace_surrogates`): a slice never makes a row
+    bad."""
     group: str | None = None
-    """Value of the column `data.split_by`; None where none is named."""
+    """Value of the column `data.group_column`; None where none is named."""
     split: str | None = None
-    """`train`, `valid` or `test` by the column `data.split`; None where no such column is named."""
+    """`train`, `valid` or `test` by the column `data.split_column`; None where no such column is named."""
     id: str = ""
     """Value of the column `data.id`; empty where none is named."""
 
 
-UNNAMED = "(unnamed)"
-"""Stands for a column without a name, as that of a table's index, where columns are listed."""
-HEAD_ROWS = 100
-"""Rows of JSON lines whose keys are the file's columns, since a row need not have all of them."""
-NAMED = 8
-"""Most keys of a JSON line that are named where the text's is not among them."""
+UNNAMED_COLUMN = "(unnamed)"
+"""The name of an unnamed column (such as a table's index) in messages."""
+SCHEMA_SAMPLE_ROWS = 100
+"""Rows of JSON lines whose keys make the columns: a row may lack some."""
+MAX_NAMED_KEYS = 8
+"""Most keys of a JSON line that are named if the text's key is missing."""
 DELIMITERS = ",;\t|"
-"""Signs that are looked for between the columns of a csv file, the first before the others."""
-SEPARATED = {
+"""Candidate delimiters of a csv file, the first is preferred."""
+SEPARATOR_HINTS = {
     "csv": "quote a text that holds the separator",
     "tsv": "replace the tabs of a text by blanks, or write csv",
 }
-"""What to do about a text that holds the sign between two columns."""
-DAMAGED = (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException, squad.Unreadable)
-"""What readers raise on damaged or cut-off files: snappy an OSError, gzip an EOFError, and so on."""
+"""Advice for a text that holds the delimiter."""
+READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException, squad.InvalidSquadFile)
+"""Errors of readers on damaged or truncated files: snappy raises OSError, gzip EOFError."""
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """All the files of `data.path`, `data.valid` and `data.test`, in a fixed order, and the columns of the first."""
 
-    pieces: tuple[Piece, ...]
+    files: tuple[SourceFile, ...]
     columns: tuple[str, ...]
-    known: digests.Known | None = None
-    """Digests that earlier starts have left; None until `beside` has looked for them."""
+    cached_digests: digests.DigestCache | None = None
+    """Digests of earlier starts; None until `with_cached_digests` loads them."""
 
     @property
     def has_valid(self) -> bool:
-        return any(piece.role == "valid" for piece in self.pieces)
+        return any(file.role == "valid" for file in self.files)
 
     @property
     def has_test(self) -> bool:
-        return any(piece.role == "test" for piece in self.pieces)
+        return any(file.role == "test" for file in self.files)
 
     @cached_property
-    def hashed(self) -> list[digests.Digest]:
-        """The digest of each piece, in their order.
+    def file_digests(self) -> list[digests.FileDigest]:
+        """The digest of each file, in order.
 
-        They are made once and kept: the files may be large, and both the store's address and its manifest need them.
+        Computed once: the files may be large, and both the store's address and its manifest need them.
         """
-        return digests.of([piece.uri for piece in self.pieces], self.known or {})
+        return digests.compute_digests([file.uri for file in self.files], self.cached_digests or {})
 
     @property
     def sha256s(self) -> tuple[str, ...]:
-        """The SHA-256 of each piece, in their order."""
-        return tuple(digest.sha256 for digest in self.hashed)
+        """The SHA-256 of each file, in order."""
+        return tuple(digest.sha256 for digest in self.file_digests)
 
-    def beside(self, root: Path) -> "Source":
-        """The same source, with the digests that earlier starts have left under `root`, beside the token stores."""
-        has_digests = self.known is not None or "hashed" in vars(self)
-        return self if has_digests else replace(self, known=digests.known(root))
+    def with_cached_digests(self, root: Path) -> "DataSource":
+        """The same source, with the digests of earlier starts under `root`."""
+        has_digests = self.cached_digests is not None or "file_digests" in vars(self)
+        return self if has_digests else replace(self, cached_digests=digests.load_cache(root))
 
     def digest(self) -> str:
-        """SHA-256 over the role, format and bytes of each piece, whatever their names.
+        """SHA-256 over the role, format and bytes of each file, without names.
 
-        Two copies of a file are therefore the same source, and an edited file is another.
+        Two copies of a file are the same source; an edited file is another source.
         """
-        total = hashlib.sha256()
-        for piece, sha256 in zip(self.pieces, self.sha256s, strict=True):
-            total.update(f"{piece.role} {piece.format} {sha256}\n".encode())
-        return total.hexdigest()
+        hasher = hashlib.sha256()
+        for source_file, sha256 in zip(self.files, self.sha256s, strict=True):
+            hasher.update(f"{source_file.role} {source_file.format} {sha256}\n".encode())
+        return hasher.hexdigest()
 
 
 # ------------------------------------------------------------------------------------------- before a process starts
 
 
-def inspect(data: Data, root: Path | None = None) -> Source:
+def inspect_source(data: DataConfig, root: Path | None = None) -> DataSource:
     """Find the files and check their columns. Raises `ConfigError` with every problem found.
 
     A data set of the hub is read from its copy under `root` if there is one.
     """
     if data.path is None:
-        raise refused("data.path", None, "not given", "write --data FILE", "missing")
+        raise make_config_error("data.path", None, "not given", "write --data FILE", "missing")
     problems: list[Problem] = []
-    pieces: list[Piece] = []
+    source_files: list[SourceFile] = []
     columns: tuple[str, ...] = ()
     for role, field in (("train", "path"), ("valid", "valid"), ("test", "test")):
         field, uri = f"data.{field}", getattr(data, field)
         if uri is None:
             continue
-        lacking: set[tuple[str, tuple[str, ...]]] = set()  # files of one making lack the same columns
+        reported_columns: set[tuple[str, tuple[str, ...]]] = set()  # files of one origin lack the same columns
         try:
-            for found in find.find(field, uri, data.format, role, root):
-                piece, seen = _with_columns(field, found, data)
-                pieces.append(piece)
-                columns = columns or seen
-                if (piece.role, seen) not in lacking:
-                    lacking.add((piece.role, seen))
-                    name = uri if find.is_hub_name(uri, data.format) else Path(path_of(piece.uri)).name
-                    problems += _missing(data, seen, name, piece.role)
+            for listed_file in find.find_files(field, uri, data.format, role, root):
+                source_file, file_columns = _detect_columns(field, listed_file, data)
+                source_files.append(source_file)
+                columns = columns or file_columns
+                if (source_file.role, file_columns) not in reported_columns:
+                    reported_columns.add((source_file.role, file_columns))
+                    name = uri if find.is_hub_name(uri, data.format) else Path(strip_query(source_file.uri)).name
+                    problems += _find_missing_columns(data, file_columns, name, source_file.role)
         except ConfigError as error:
             problems += error.problems
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))  # the splits of a hub data set lack the same columns
-    return Source(tuple(pieces), columns)
+    return DataSource(tuple(source_files), columns)
 
 
-def _with_columns(field: str, piece: Piece, data: Data) -> tuple[Piece, tuple[str, ...]]:
-    """A file with the delimiter that its header line shows, and the names of its columns."""
-    if piece.format != "csv":
-        return piece, _columns(field, piece, [column for _, column in _columns_named(data, piece.role)])
-    piece = piece._replace(delimiter=data.delimiter or ",", escape=data.escape or "")
-    columns = _columns(field, piece)
-    sign = next((one for one in DELIMITERS if one in columns[0]), None)
-    if len(columns) > 1 or columns[0] == data.text or sign is None:
-        return piece, columns
-    piece = piece._replace(delimiter=sign)
-    return piece, _columns(field, piece)
+def _detect_columns(field: str, source_file: SourceFile, data: DataConfig) -> tuple[SourceFile, tuple[str, ...]]:
+    """The file with the delimiter of its header line, and the names of its columns."""
+    if source_file.format != "csv":
+        return source_file, _read_columns(
+            field, source_file, [column for _, column in _list_configured_columns(data, source_file.role)]
+        )
+    source_file = source_file._replace(delimiter=data.delimiter or ",", escape=data.escape or "")
+    columns = _read_columns(field, source_file)
+    delimiter = next((sign for sign in DELIMITERS if sign in columns[0]), None)
+    if len(columns) > 1 or columns[0] == data.text or delimiter is None:
+        return source_file, columns
+    source_file = source_file._replace(delimiter=delimiter)
+    return source_file, _read_columns(field, source_file)
 
 
-def columns_of(piece: Piece) -> tuple[str, ...]:
-    """Names of a file's columns, as its first line or its schema has them."""
-    return _columns("data.path", piece)
+def read_columns(source_file: SourceFile) -> tuple[str, ...]:
+    """Names of a file's columns, from its first line or its schema."""
+    return _read_columns("data.path", source_file)
 
 
-def _columns(field: str, piece: Piece, named: Sequence[str] = ()) -> tuple[str, ...]:
-    """Names of the file's columns. Raises `ConfigError` if there are none, or two of one name. Columns that the
-    settings name (`named`) are looked for in all rows of JSON lines."""
+def _read_columns(field: str, source_file: SourceFile, configured_columns: Sequence[str] = ()) -> tuple[str, ...]:
+    """Names of the file's columns. Raises `ConfigError` if it has no columns or duplicate names. `configured_columns`
+    are searched in all rows of JSON lines."""
     try:
-        with paths.asked(field, piece.uri):
-            found = list(tabular.COLUMNS.get(piece.format) or _header(field, piece, named))
-    except DAMAGED as error:
-        fix = "write the file again, or set data.format to what it is"
-        raise refused(
-            field, piece.uri, f"not readable as {piece.format} ({_first_line(error)})", fix, "unreadable"
+        with paths.wrap_storage_errors(field, source_file.uri):
+            column_names = list(
+                tabular.FIXED_COLUMNS.get(source_file.format) or _read_header(field, source_file, configured_columns)
+            )
+    except READ_ERRORS as error:
+        fix = "write the file again, or correct data.format"
+        raise make_config_error(
+            field, source_file.uri, f"not readable as {source_file.format} ({_first_line(error)})", fix, "unreadable"
         ) from None
-    if not any(name.strip() for name in found):
-        raise refused(field, piece.uri, "no header line", "name the columns in the first line", "no_header")
-    if twice := sorted({visible(name) or UNNAMED for name in found if found.count(name) > 1}):
-        reason, fix = f"two columns are called {', '.join(twice)}", "give each column a name of its own, or remove it"
-        raise refused(field, piece.uri, reason, fix, "duplicate_columns")
-    return tuple(found)
+    if not any(name.strip() for name in column_names):
+        raise make_config_error(
+            field, source_file.uri, "no header line", "name the columns in the first line", "no_header"
+        )
+    if duplicates := sorted({escape(name) or UNNAMED_COLUMN for name in column_names if column_names.count(name) > 1}):
+        reason, fix = (
+            f"two columns are called {', '.join(duplicates)}",
+            "give each column a name of its own, or remove it",
+        )
+        raise make_config_error(field, source_file.uri, reason, fix, "duplicate_columns")
+    return tuple(column_names)
 
 
 def _first_line(error: BaseException) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0]
 
 
-def _header(field: str, piece: Piece, named: Sequence[str] = ()) -> list[str]:
-    """The names in the file's first line or schema, as they stand there."""
-    with opened(piece.uri) as file:
-        if piece.format in ("csv", "tsv", "jsonl"):
+def _read_header(field: str, source_file: SourceFile, configured_columns: Sequence[str] = ()) -> list[str]:
+    """The names in the file's first line or schema."""
+    with open_file(source_file.uri) as file:
+        if source_file.format in ("csv", "tsv", "jsonl"):
             if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
                 fix = "convert it, e.g. iconv -f utf-16 -t utf-8"
-                raise refused(field, piece.uri, "the file is UTF-16, not UTF-8", fix, "not_utf8")
+                raise make_config_error(field, source_file.uri, "the file is UTF-16, not UTF-8", fix, "not_utf8")
             file.seek(0)
-        if piece.format in ("csv", "tsv"):
-            line, header = next(tabular.csv_rows(file, piece.format, 0, piece.delimiter), (1, []))
+        if source_file.format in ("csv", "tsv"):
+            line, header = next(tabular.iter_csv_rows(file, source_file.format, 0, source_file.delimiter), (1, []))
             if isinstance(header, str):
                 reason, _, fix = header.partition("; ")
-                raise refused(field, piece.uri, f"line {line}: {reason}", fix, "unreadable")
+                raise make_config_error(field, source_file.uri, f"line {line}: {reason}", fix, "unreadable")
             return [name.strip() for name in header]
-        if piece.format == "jsonl":
-            following = tabular.json_rows(file)
+        if source_file.format == "jsonl":
+            following = tabular.iter_json_rows(file)
             line, document = next(following, (1, None))
             if not isinstance(document, dict):
                 fix = 'write one JSON object a line, e.g. {"text": "...", "label": "..."}'
-                raise refused(field, piece.uri, f"line {line} is not a JSON object", fix, "unreadable")
-            rows = [document, *(row for _, row in islice(following, HEAD_ROWS - 1) if isinstance(row, dict))]
+                raise make_config_error(field, source_file.uri, f"line {line} is not a JSON object", fix, "unreadable")
+            rows = [document, *(row for _, row in islice(following, SCHEMA_SAMPLE_ROWS - 1) if isinstance(row, dict))]
             names = dict.fromkeys(name for row in rows for name in row)
-            while any(name not in names for name in named) and (later := next(following, None)):
-                names |= dict.fromkeys(name for name in named if isinstance(later[1], dict) and name in later[1])
+            while any(name not in names for name in configured_columns) and (later := next(following, None)):
+                names |= dict.fromkeys(
+                    name for name in configured_columns if isinstance(later[1], dict) and name in later[1]
+                )
             return list(names)
-        return list(tabular.arrow_schema(file, piece.format).names)
+        return list(tabular.read_arrow_schema(file, source_file.format).names)
 
 
-def _missing(data: Data, columns: tuple[str, ...], name: str, role: str) -> list[Problem]:
+def _find_missing_columns(data: DataConfig, columns: tuple[str, ...], name: str, role: str) -> list[Problem]:
     problems = []
-    for field, column in _columns_named(data, role):
+    for field, column in _list_configured_columns(data, role):
         if column not in columns:
-            meant = _meant(column, columns)
-            fix = f"did you mean {visible(meant)}?" if meant else f"write --set data.{field}=COLUMN"
-            if len(columns) == 1 and (sign := next((one for one in DELIMITERS if one in columns[0]), None)):
-                fix = f"its columns look parted by {sign!r}: write --set data.format=csv"
-            there = ", ".join(visible(one) if one.strip() else UNNAMED for one in columns)
+            suggestion = _suggest_column(column, columns)
+            fix = f"did you mean {escape(suggestion)}?" if suggestion else f"write --set data.{field}=COLUMN"
+            if len(columns) == 1 and (
+                sign := next((delimiter for delimiter in DELIMITERS if delimiter in columns[0]), None)
+            ):
+                fix = f"its columns look separated by {sign!r}: write --set data.format=csv"
+            available_columns = ", ".join(escape(column) if column.strip() else UNNAMED_COLUMN for column in columns)
             problems.append(
-                Problem(f"data.{field}", column, "no such column", f"{name} has {there}; {fix}", code="unknown_column")
+                Problem(
+                    f"data.{field}",
+                    column,
+                    "no such column",
+                    f"{name} has {available_columns}; {fix}",
+                    code="unknown_column",
+                )
             )
     return problems
 
 
-def _meant(name: str, columns: tuple[str, ...]) -> str | None:
+def _suggest_column(name: str, columns: tuple[str, ...]) -> str | None:
     """The column that a wrong name most likely stands for: the same but for case and blanks, else a close one."""
     folded = {column.strip().casefold(): column for column in reversed(columns) if column.strip()}
-    near = difflib.get_close_matches(name.strip().casefold(), list(folded), n=1, cutoff=0.7)
-    return folded[near[0]] if near else None
+    close_matches = difflib.get_close_matches(name.strip().casefold(), list(folded), n=1, cutoff=0.7)
+    return folded[close_matches[0]] if close_matches else None
 
 
-def _columns_named(data: Data, role: str) -> list[tuple[str, str]]:
+def _list_configured_columns(data: DataConfig, role: str) -> list[tuple[str, str]]:
     """(setting, column) for every column that the settings name; `role` is that of the file. Rows of a validation or
     test file are not split."""
-    found = [("text", data.text), *([("text_pair", data.text_pair)] if data.text_pair else [])]
-    found += [("split_by", data.split_by)] if data.split_by and role == "train" else []
-    found += [("split", data.split)] if data.split else []
-    found += [("id", data.id)] if data.id else []
-    return found + [("label", name) for name in data.labels] + [("slices", name) for name in data.slices]
+    settings_and_columns = [("text", data.text), *([("text_pair", data.text_pair)] if data.text_pair else [])]
+    settings_and_columns += [("group_column", data.group_column)] if data.group_column and role == "train" else []
+    settings_and_columns += [("split_column", data.split_column)] if data.split_column else []
+    settings_and_columns += [("id", data.id)] if data.id else []
+    return (
+        settings_and_columns
+        + [("label", name) for name in data.label_columns]
+        + [("slices", name) for name in data.slices]
+    )
 
 
 # ------------------------------------------------------------------------------------------------- inside the job
 
 
-def read(
-    piece: Piece, data: Data, part: file_ranges.Part = file_ranges.WHOLE, total: "hashlib._Hash | None" = None
-) -> Iterator[Record]:
+def read_rows(
+    source_file: SourceFile,
+    data: DataConfig,
+    part: file_ranges.FilePart = file_ranges.WHOLE_FILE,
+    hasher: "hashlib._Hash | None" = None,
+) -> Iterator[SourceRow]:
     """The rows of one file, or of a part of it, in order.
 
-    A record's `line` is its line in the file (csv, tsv, jsonl, conll), or else its row number from 1. After the last
-    row, `total` has hashed all bytes of the part. Raises `UserError` where the file is damaged or cut off.
+    A row's `line` is its line in the file (csv, tsv, jsonl, conll), or else its row number from 1. After the last
+    row, `hasher` has hashed all bytes of the part. Raises `UserError` if the file is damaged or truncated.
     """
-    with whole(piece), file_ranges.opened(piece.uri, piece.format, part, total) as file:
-        for line, row in raw(file, piece, data, part):
-            yield checked(line, row, data)
+    with (
+        reject_damaged_file(source_file),
+        file_ranges.open_part(source_file.uri, source_file.format, part, hasher) as file,
+    ):
+        for line, row in iter_raw_rows(file, source_file, data, part):
+            yield parse_row(line, row, data)
 
 
 @contextmanager
-def whole(piece: Piece) -> Iterator[None]:
-    """Around the reading of a file: damage in it becomes a `UserError`."""
+def reject_damaged_file(source_file: SourceFile) -> Iterator[None]:
+    """Convert errors of reading a damaged file to `UserError`."""
     try:
         yield
     except Exception as error:
-        if not isinstance(error, DAMAGED) and not paths.is_of_storage(error):
+        if not isinstance(error, READ_ERRORS) and not paths.is_storage_error(error):
             raise
-        # Damage is not one bad row: nobody knows how many rows are lost behind it.
+        # Damage is not one bad row: the number of rows after it is unknown.
         raise UserError(
-            f"{piece.uri} cannot be read to its end ({paths.said(error)}); copy or write it again",
+            f"{source_file.uri} cannot be read to its end ({paths.format_storage_error(error)}); copy or write it "
+            "again",
             code="damaged_file",
         ) from None
 
 
-def raw(
-    file: IO[bytes], piece: Piece, data: Data, part: file_ranges.Part = file_ranges.WHOLE, *, every_line: bool = False
+def iter_raw_rows(
+    file: IO[bytes],
+    source_file: SourceFile,
+    data: DataConfig,
+    part: file_ranges.FilePart = file_ranges.WHOLE_FILE,
+    *,
+    keep_blank_lines: bool = False,
 ) -> Iterator[tuple[int, dict[str, Any] | str]]:
     """(line, columns by name), or (line, reason) where the line cannot be read.
 
-    A blank line is no row. With `every_line` it is one where the file has a single column, and the row has no text.
+    A blank line is no row. With `keep_blank_lines` it is one where the file has a single column, and the row has no
+    text.
     """
-    if piece.format in ("csv", "tsv"):
-        rows = tabular.csv_rows(file, piece.format, part.before, piece.delimiter, piece.escape)
-        first = next(rows, (1, []))[1] if part.start == 0 else _header("data.path", piece)
+    if source_file.format in ("csv", "tsv"):
+        rows = tabular.iter_csv_rows(
+            file, source_file.format, part.lines_before, source_file.delimiter, source_file.escape
+        )
+        first = next(rows, (1, []))[1] if part.start == 0 else _read_header("data.path", source_file)
         header = [name.strip() for name in first]
         for line, values in rows:
             if isinstance(values, str):
                 yield line, values
             elif len(values) == len(header):
                 yield line, dict(zip(header, values, strict=True))
-            elif not values and every_line and len(header) == 1:
+            elif not values and keep_blank_lines and len(header) == 1:
                 yield line, {header[0]: ""}
             elif values:
-                is_escaped = piece.format == "csv" and any(value.endswith("\\") for value in values)
-                widths = f"{len(values)} columns instead of {len(header)}; {SEPARATED[piece.format]}"
-                yield line, tabular.BACKSLASH if is_escaped and not piece.escape else widths
-    elif piece.format == "jsonl":
-        for line, document in tabular.json_rows(file, part.before):
+                is_escaped = source_file.format == "csv" and any(value.endswith("\\") for value in values)
+                widths = f"{len(values)} columns instead of {len(header)}; {SEPARATOR_HINTS[source_file.format]}"
+                yield line, tabular.ESCAPED_QUOTE_REASON if is_escaped and not source_file.escape else widths
+    elif source_file.format == "jsonl":
+        for line, document in tabular.iter_json_rows(file, part.lines_before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
-    elif piece.format == "conll":
-        yield from tabular.conll_rows(file, bool(data.labels))
-    elif piece.format == "squad":
-        yield from tabular.squad_rows(file, bool(data.labels))
+    elif source_file.format == "conll":
+        yield from tabular.iter_conll_rows(file, bool(data.label_columns))
+    elif source_file.format == "squad":
+        yield from tabular.iter_squad_rows(file, bool(data.label_columns))
     else:
-        named = list(dict.fromkeys(column for _, column in _columns_named(data, piece.role)))
-        yield from enumerate(tabular.arrow_rows(file, piece.format, named, part), start=part.before + 1)
+        column_names = list(dict.fromkeys(column for _, column in _list_configured_columns(data, source_file.role)))
+        yield from enumerate(
+            tabular.iter_arrow_rows(file, source_file.format, column_names, part), start=part.lines_before + 1
+        )
 
 
-def checked(line: int, row: Mapping[str, Any] | str, data: Data) -> Record:
-    """The record of a row's columns by name; a row that could not be read keeps its reason."""
+def parse_row(line: int, row: Mapping[str, Any] | str, data: DataConfig) -> SourceRow:
+    """The source row of a row's columns by name; a row that could not be read keeps its reason."""
     if isinstance(row, str):
-        return Record(line, "", None, "", row)
+        return SourceRow(line, "", None, "", row)
     try:
-        return _record(line, row, data)
+        return _parse_columns(line, row, data)
     except RecursionError:
-        return Record(line, "", None, "", "brackets inside brackets, too deep to be written as text; make it flat")
+        return SourceRow(line, "", None, "", "brackets inside brackets, too deep to be written as text; make it flat")
 
 
-def _record(line: int, row: Mapping[str, Any], data: Data) -> Record:
-    # Most editors do not show a blank beside a label. It must not make a second class, so labels are stripped; nor a
-    # second document beside the name of one.
-    text, label = text_of(row.get(data.text)), _label(row, data)
-    pair = None if data.text_pair is None else text_of(row.get(data.text_pair))
-    slices = tuple(printable(name_of(row.get(name))) for name in data.slices)
-    group = None if data.split_by is None else name_of(row.get(data.split_by))
-    split = None if data.split is None else string(row.get(data.split)).strip()
-    reason = not_words(data, row) or _absent(data, row) or _reason(data, text, pair, label)
-    if split is not None and split.lower() not in ROLES:
-        reason = reason or f"column {data.split!r} names no split ({quoted(split)}); write train, valid or test"
-    row_id = "" if data.id is None else printable(name_of(row.get(data.id)))
-    return Record(line, text, pair, label, reason, slices, group, ROLES.get((split or "").lower()), row_id)
+def _parse_columns(line: int, row: Mapping[str, Any], data: DataConfig) -> SourceRow:
+    # Editors hide blanks around a value. Labels and group names are stripped, or a blank would make a second class or
+    # document.
+    text, label = to_text(row.get(data.text)), _format_label(row, data)
+    pair = None if data.text_pair is None else to_text(row.get(data.text_pair))
+    slices = tuple(replace_surrogates(to_name(row.get(name))) for name in data.slices)
+    group = None if data.group_column is None else to_name(row.get(data.group_column))
+    split = None if data.split_column is None else to_string(row.get(data.split_column)).strip()
+    reason = validate_words(data, row) or _missing_text_reason(data, row) or _rejection_reason(data, text, pair, label)
+    if split is not None and split.lower() not in ROLE_BY_SPLIT_NAME:
+        reason = (
+            reason or f"column {data.split_column!r} names no split ({quote_value(split)}); write train, valid or test"
+        )
+    row_id = "" if data.id is None else replace_surrogates(to_name(row.get(data.id)))
+    return SourceRow(
+        line, text, pair, label, reason, slices, group, ROLE_BY_SPLIT_NAME.get((split or "").lower()), row_id
+    )
 
 
-def _label(row: Mapping[str, Any], data: Data) -> str:
+def _format_label(row: Mapping[str, Any], data: DataConfig) -> str:
     """The label as text. Several columns become a JSON object, or an empty text if none of them is filled."""
-    found = {name: name_of(row.get(name)) for name in data.labels}
+    values_by_column = {name: to_name(row.get(name)) for name in data.label_columns}
     if isinstance(data.label, tuple):
-        return json.dumps(found, ensure_ascii=False) if any(found.values()) else ""
-    label = next(iter(found.values()), "")
-    if data.separator is None or is_list(label):
+        return json.dumps(values_by_column, ensure_ascii=False) if any(values_by_column.values()) else ""
+    label = next(iter(values_by_column.values()), "")
+    if data.separator is None or is_json_list(label):
         return label
     parts = [part.strip() for part in label.split(data.separator)]
     return json.dumps([part for part in parts if part], ensure_ascii=False)
 
 
-def _absent(data: Data, row: Mapping[str, Any]) -> str | None:
-    """Why a row without the column of the text cannot be used: each JSON line has its own."""
+def _missing_text_reason(data: DataConfig, row: Mapping[str, Any]) -> str | None:
+    """Why a row without the text column cannot be used: each JSON line has its own columns."""
     if data.text in row:
         return None
     if not row:
         return f"no column {data.text!r}, nor any other; write a text or remove the row"
-    has = f"it has {', '.join(map(quoted, islice(row, NAMED)))}{', ...' if len(row) > NAMED else ''}"
-    return f"no column {data.text!r}; {has}; name one of these by --set data.text=NAME, or remove the row"
+    has = (
+        "it has "
+        f"{', '.join(map(quote_value, islice(row, MAX_NAMED_KEYS)))}{', ...' if len(row) > MAX_NAMED_KEYS else ''}"
+    )
+    return f"no column {data.text!r}; {has}; name one of these with --set data.text=NAME, or remove the row"
 
 
-def _reason(data: Data, text: str, pair: str | None, label: str) -> str | None:
+def _rejection_reason(data: DataConfig, text: str, pair: str | None, label: str) -> str | None:
     """Why a row cannot be used, and what to do; None if it can."""
-    named = " and ".join(data.labels)
-    for column, value in ((data.text, text), (data.text_pair, pair), (named, label)):
+    label_columns = " and ".join(data.label_columns)
+    for column, value in ((data.text, text), (data.text_pair, pair), (label_columns, label)):
         try:
             size = len((value or "").encode())
         except UnicodeEncodeError as error:
-            return f"column {column!r} {halved(error)}"
+            return f"column {column!r} {explain_encode_error(error)}"
         if size > data.max_row_bytes:
             return f"column {column!r} has {size:,} bytes; split it, or raise data.max_row_bytes={data.max_row_bytes:,}"
     if not text.strip() and not (pair or "").strip():
         return f"column {data.text!r} is empty; write a text or remove the row"
-    if data.labels and not label.strip():
-        return f"column {named!r} is empty; write a label or remove the row"
+    if data.label_columns and not label.strip():
+        return f"column {label_columns!r} is empty; write a label or remove the row"
     return None
 
 
-def refuse_if_too_bad(bad: int, total: int, examples: list[str], data: Data) -> None:
-    """Raise `UserError` if more than the share `data.max_bad_rows` of `total` rows is bad.
+def check_bad_row_share(num_bad: int, total_rows: int, examples: list[str], data: DataConfig) -> None:
+    """Raise `UserError` if more than the share `data.max_bad_rows` of `total_rows` rows is bad.
 
     The message lists the first five of `examples`, the bad lines with their reasons.
     """
-    if total and bad > data.max_bad_rows * total:
+    if total_rows and num_bad > data.max_bad_rows * total_rows:
         listed = "\n  ".join(examples[:5])
-        enough = min(1.0, math.floor(1000 * bad / total + 1) / 1000)  # never below the share, however it is rounded
+        sufficient_share = min(
+            1.0, math.floor(1000 * num_bad / total_rows + 1) / 1000
+        )  # never below the share, however it is rounded
         raise UserError(
-            f"{bad} of {total} rows cannot be used (data.max_bad_rows={data.max_bad_rows:g}):\n  {listed}\n"
+            f"{num_bad} of {total_rows} rows cannot be used (data.max_bad_rows={data.max_bad_rows:g}):\n  {listed}\n"
             + (
-                f"Mend these lines, or set them aside by --set data.max_bad_rows={enough:g}"
-                if bad < total
-                else "Without these lines no row is left: mend them, or name other columns by data.text or data.label"
+                f"Correct these lines, or quarantine them with --set data.max_bad_rows={sufficient_share:g}"
+                if num_bad < total_rows
+                else "Without these lines no row is left: correct them, or name other columns in data.text or "
+                "data.label"
             ),
             code="too_many_bad_rows",
         )

@@ -1,9 +1,9 @@
-"""Token store + order -> one Ray Data stream of ready passes per worker.
+"""Token store + order -> one Ray Data stream of ready micro-batches per worker.
 
-Each worker streams its own share: a range of update numbers, mapped by data tasks to that worker's passes, in order.
-Ray's `streaming_split` is not used: it deals blocks by fill level, so the rows of an update would depend on the number
-of workers, and with `equal=True` it drops the tail. A stream of update numbers can also start anywhere: a resume at
-update u reads the rows of u first and skips nothing. The stream runs in its worker, without a coordinator process.
+Each worker streams a range of step numbers, which data tasks map to that worker's micro-batches, in order. Ray's
+`streaming_split` is not used: it distributes blocks by fill level, so the rows of a step would depend on the number of
+workers, and with `equal=True` it drops the tail. A stream of step numbers can start anywhere: a resume at step s reads
+the rows of s first and skips nothing. The stream runs in its worker, without a coordinator process.
 """
 
 import contextlib
@@ -21,115 +21,122 @@ import pyarrow as pa
 
 from rtrain import ray_internals
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Ints, Tokens
-from rtrain.data.order import Order, deal, rows_digest
+from rtrain.core.ragged import Ints, TokenBatch
+from rtrain.data.order import RowOrder, assign_micro_batches, hash_step_rows
 from rtrain.data.store.store import Store, open_store
 from rtrain.parallel import gradient_noise
 
 if TYPE_CHECKING:
     import ray.data
 
-UPDATES_PER_TASK = 16
-"""Updates that one data task prepares: enough to hide the task's own few milliseconds, and few enough for a quick first
-batch."""
+STEPS_PER_TASK = 16
+"""Steps that one data task prepares: enough to hide the task's overhead of a few milliseconds, and few enough for a
+quick first batch."""
 BLOCK_BYTES = 2 << 20
-"""A task prepares fewer updates if they would exceed so many bytes. Ray holds some ten blocks beyond a stream's limit,
-which came to 384 MB with blocks of 38 MB."""
+"""A task prepares fewer steps if their rows exceed this size. Ray holds about ten blocks beyond a stream's limit: 384
+MB with blocks of 38 MB."""
 STREAM_BYTES = 64 << 20
 """Object store memory that one worker's stream may fill ahead of its worker."""
-SEGMENT_UPDATES = 4096
-"""Updates of one Ray data set. Ray makes all tasks of a data set before the first batch, which takes 90 s for a million
-updates. A stream of many data sets starts at once, and pays 0.6 s between two of them."""
+SEGMENT_STEPS = 4096
+"""Steps of one Ray data set. Ray makes all tasks of a data set before the first batch, which takes 90 s for a million
+steps. A stream of many data sets starts at once, and pays 0.6 s between two of them."""
 
 
-_COLUMNS = tuple(field.name for field in fields(Tokens))
+_COLUMNS = tuple(field.name for field in fields(TokenBatch))
 
 
 class IngestMismatch(RuntimeError):
-    """The stream gave another update than the expected one: a bug or a mixed-up store. It must not be trained on."""
+    """The stream gave another step than the expected one: a bug, or the store of another run. It must not be trained
+    on."""
 
 
 @dataclass(frozen=True)
-class Update:
-    """One worker's part of an update."""
+class WorkerBatch:
+    """One worker's part of a step."""
 
-    number: int
-    first_row: int
-    """Id of the update's first row; it is the same on every worker."""
+    step: int
+    first_row_id: int
+    """Id of the step's first row; it is the same on every worker."""
     digest: bytes
-    """Digest of all row ids of the update, in order (`order.rows_digest`); it is the same on every worker."""
-    passes: tuple[Tokens, ...]
-    """The worker's passes. There may be none if the update has fewer rows than there are workers."""
+    """Digest of all row ids of the step, in order (`order.hash_step_rows`); it is the same on every worker."""
+    micro_batches: tuple[TokenBatch, ...]
+    """The worker's micro-batches; empty if the step has fewer rows than there are workers."""
 
 
 @dataclass(frozen=True)
-class Share:
-    """The part of a run's rows that one worker's stream reads, and how it is cut into passes."""
+class StreamSpec:
+    """The part of a run's rows that one worker's stream reads, and the limits of its micro-batches."""
 
     store: Path
-    order: Order
+    order: RowOrder
     workers: int
     rank: int
-    micro_batch: int | None
-    """Rows of a pass at most; None if only tokens limit it."""
-    tokens_per_pass: int | None = None
-    teacher: str | None = None
-    """Version of the teacher whose outputs go with each row; None without a teacher."""
+    micro_batch_size: int | None
+    """Most rows of a micro-batch; None if only tokens limit it."""
+    max_tokens_per_micro_batch: int | None = None
+    teacher_version: str | None = None
+    """Version of the teacher whose outputs are read with each row; None without a teacher."""
     task_cpus: float = 1.0
     """Logical CPUs that a data task reserves."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Those of the nodes that data tasks may run on."""
-    at_random: int = 0
-    """Of how many updates one has its rows dealt at random (`exchange.noise`); 0: none."""
-    speeds: tuple[float, ...] = ()
-    """Those of all workers, by which the rows of the other updates are dealt; none: equally many tokens for each."""
+    node_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels of the nodes that data tasks may run on."""
+    random_step_interval: int = 0
+    """Every this many steps, rows are assigned to workers at random (`rtrain.parallel.gradient_noise`); 0: never."""
+    worker_speeds: tuple[float, ...] = ()
+    """Relative speeds of all workers, to balance the rows of the other steps; empty: equal tokens for each worker."""
 
 
-def plan_update(store: Store, share: Share, number: int) -> Update:
-    """The part of update `number` that belongs to the share's worker. It reads the store and is pure otherwise."""
-    positions = share.order.positions(number)
+def plan_worker_batch(store: Store, spec: StreamSpec, step: int) -> WorkerBatch:
+    """The part of step `step` that belongs to the worker of `spec`. Reads the store, and is pure otherwise."""
+    positions = spec.order.positions(step)
     row_ids = store.column("train", "row_id")[positions]
     lengths = store.column("train", "length")[positions]
-    limits = (share.micro_batch, share.tokens_per_pass)
-    at_random = gradient_noise.due(number, share.at_random)
-    passes = deal(lengths, share.workers, share.rank, *limits, at_random=at_random, speeds=share.speeds)
-    return Update(
-        number=number,
-        first_row=int(row_ids[0]),
-        digest=rows_digest(number, row_ids),
-        passes=tuple(_read(store, positions[chosen], share.teacher) for chosen in passes),
+    limits = (spec.micro_batch_size, spec.max_tokens_per_micro_batch)
+    is_random = gradient_noise.has_random_rows(step, spec.random_step_interval)
+    micro_batches = assign_micro_batches(
+        lengths, spec.workers, spec.rank, *limits, is_random=is_random, worker_speeds=spec.worker_speeds
+    )
+    return WorkerBatch(
+        step=step,
+        first_row_id=int(row_ids[0]),
+        digest=hash_step_rows(step, row_ids),
+        micro_batches=tuple(_read_tokens(store, positions[indices], spec.teacher_version) for indices in micro_batches),
     )
 
 
-def _read(store: Store, positions: Ints, teacher: str | None) -> Tokens:
-    tokens = store.read("train", positions)
-    return tokens if teacher is None else replace(tokens, teacher=store.taught(teacher, positions))
+def _read_tokens(store: Store, positions: Ints, teacher_version: str | None) -> TokenBatch:
+    tokens = store.read_tokens("train", positions)
+    return (
+        tokens
+        if teacher_version is None
+        else replace(tokens, teacher_logits=store.teacher_logits(teacher_version, positions))
+    )
 
 
-def stream(share: Share, start: int, stop: int) -> Iterator[Update]:
-    """A worker's part of updates `start` to `stop - 1`, read ahead by Ray Data tasks.
+def stream_batches(spec: StreamSpec, start: int, stop: int) -> Iterator[WorkerBatch]:
+    """A worker's part of steps `start` to `stop - 1`, read ahead by Ray Data tasks.
 
-    Raises `IngestMismatch` if an update has other rows than the order says, and `UserError` if the store is damaged.
+    Raises `IngestMismatch` if a step has other rows than the order says, and `UserError` if the store is damaged.
     """
     segments = (
-        _dataset(share, begin, min(begin + SEGMENT_UPDATES, stop)) for begin in range(start, stop, SEGMENT_UPDATES)
+        _make_dataset(spec, begin, min(begin + SEGMENT_STEPS, stop)) for begin in range(start, stop, SEGMENT_STEPS)
     )
     tables = (dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4) for dataset in segments)
-    yield from verified(decoded(itertools.chain.from_iterable(tables)), share, start)
+    yield from verify_batches(decode_tables(itertools.chain.from_iterable(tables)), spec, start)
 
 
-def verified(updates: Iterable[Update], share: Share, start: int) -> Iterator[Update]:
-    """The updates from `start` on, each compared with the order. Raises `IngestMismatch`."""
-    row_ids = open_store(share.store).column("train", "row_id")
-    for number, update in enumerate(updates, start=start):
-        expected = row_ids[share.order.positions(number)]
-        if (update.number, update.digest) != (number, rows_digest(number, expected)):
+def verify_batches(batches: Iterable[WorkerBatch], spec: StreamSpec, start: int) -> Iterator[WorkerBatch]:
+    """The steps from `start` on, each compared with the order. Raises `IngestMismatch`."""
+    row_ids = open_store(spec.store).column("train", "row_id")
+    for step, batch in enumerate(batches, start=start):
+        expected = row_ids[spec.order.positions(step)]
+        if (batch.step, batch.digest) != (step, hash_step_rows(step, expected)):
             raise IngestMismatch(
-                f"update {number} should start with row {int(expected[0]):016x}; the stream gave update "
-                f"{update.number} with row {update.first_row:016x}, or other rows after it. The token store "
-                f"{share.store} does not belong to this run."
+                f"step {step} should start with row {int(expected[0]):016x}; the stream gave step "
+                f"{batch.step} with row {batch.first_row_id:016x}, or other rows after it. The token store "
+                f"{spec.store} does not belong to this run."
             )
-        yield update
+        yield batch
 
 
 def warm_up() -> None:
@@ -139,118 +146,127 @@ def warm_up() -> None:
     batch came after 0.4 s instead of 6 s, and a start as a whole took no longer.
     """
 
-    def quietly() -> None:
-        with contextlib.suppress(Exception):  # a failure here comes again in the stream, and is reported there
-            one_task()
+    def run_ignoring_errors() -> None:
+        with contextlib.suppress(Exception):  # the stream fails likewise, and reports it
+            run_one_task()
 
-    threading.Thread(target=quietly, daemon=True).start()
+    threading.Thread(target=run_ignoring_errors, daemon=True).start()
 
 
-def one_task() -> list[dict[str, Any]]:
+def run_one_task() -> list[dict[str, Any]]:
     """Send one row through a data task that returns it unchanged."""
     import ray.data
 
-    ray_internals.without_data_actors()
+    ray_internals.disable_data_actors()
     dataset = ray.data.range(1, override_num_blocks=1)
-    return dataset.map_batches(_as_it_is, batch_size=None, zero_copy_batch=True).take_all()
+    return dataset.map_batches(_identity, batch_size=None, zero_copy_batch=True).take_all()
 
 
-def _as_it_is(batch: dict[str, Any]) -> dict[str, Any]:
+def _identity(batch: dict[str, Any]) -> dict[str, Any]:
     return batch
 
 
-def _dataset(share: Share, start: int, stop: int) -> "ray.data.Dataset":
+def _make_dataset(spec: StreamSpec, start: int, stop: int) -> "ray.data.Dataset":
     import ray.data
 
-    ray_internals.without_data_actors()
-    ray_internals.stream_within(share.task_cpus)  # the run asks for nodes, for all its streams (`cluster.demand`)
-    blocks = max(1, math.ceil((stop - start) / _updates_per_task(share)))
-    dataset = ray_internals.numbers(stop - start, blocks, share.task_cpus).map_batches(
-        partial(materialise, share=share, start=start),
+    ray_internals.disable_data_actors()
+    ray_internals.limit_stream(spec.task_cpus)  # the run requests nodes for all its streams
+    blocks = max(1, math.ceil((stop - start) / _steps_per_task(spec)))
+    dataset = ray_internals.range_dataset(stop - start, blocks, spec.task_cpus).map_batches(
+        partial(materialize_steps, spec=spec, start=start),
         batch_size=None,
         zero_copy_batch=True,
-        num_cpus=share.task_cpus,
+        num_cpus=spec.task_cpus,
     )
-    # Ray ends a stream from which nothing is taken for some time. A worker takes nothing during a long evaluation.
+    # Ray ends a stream that is not read for some time. A worker does not read during a long evaluation.
     dataset.context.execution_no_progress_timeout_s = -1
     options = dataset.context.execution_options
     options.preserve_order = True
-    options.label_selector = dict(share.labels) or None
+    options.label_selector = dict(spec.node_labels) or None
     options.resource_limits = ray.data.ExecutionResources(object_store_memory=STREAM_BYTES)
     return dataset
 
 
-def _updates_per_task(share: Share) -> int:
-    store = open_store(share.store)
+def _steps_per_task(spec: StreamSpec) -> int:
+    store = open_store(spec.store)
     total_bytes = 4 * (store.manifest.tokens["train"] + store.num_targets("train"))
-    if share.teacher is not None:
-        total_bytes += 4 * store.teacher(share.teacher).size
-    row_bytes = total_bytes / max(1, store.rows("train")) + 24
-    update_bytes = row_bytes * share.order.rows_per_update / share.workers
-    return max(1, min(UPDATES_PER_TASK, int(BLOCK_BYTES / update_bytes)))
+    if spec.teacher_version is not None:
+        total_bytes += 4 * store.open_teacher_logits(spec.teacher_version).size
+    row_bytes = total_bytes / max(1, store.num_rows("train")) + 24
+    step_bytes = row_bytes * spec.order.global_batch_size / spec.workers
+    return max(1, min(STEPS_PER_TASK, int(BLOCK_BYTES / step_bytes)))
 
 
-def materialise(batch: dict[str, Any], share: Share, start: int) -> pa.Table:
-    """The lines of some updates as a table; a single line with the error if the store is refused."""
+def materialize_steps(batch: dict[str, Any], spec: StreamSpec, start: int) -> pa.Table:
+    """The table rows of some steps; a single row with the error if the store is refused."""
     try:
-        store = open_store(share.store)
-        lines = [line for number in batch["id"] for line in _lines(plan_update(store, share, start + int(number)))]
+        store = open_store(spec.store)
+        lines = [
+            line
+            for number in batch["id"]
+            for line in _to_table_rows(plan_worker_batch(store, spec, start + int(number)))
+        ]
     except UserError as error:
-        # The error goes as data: raised here, it would reach the worker as an error of Ray's, with ours in its
-        # traceback.
+        # The error is returned as data: if raised, it would reach the worker inside a Ray error.
         lines = [{"error": str(error), "code": error.code}]
     return pa.Table.from_pylist(lines, schema=_SCHEMA)
 
 
-def _lines(update: Update) -> list[dict[str, Any]]:
-    """One line per pass, or one empty line if this worker has no rows of the update."""
-    head = {"update": update.number, "first_row": update.first_row, "digest": update.digest}
+def _to_table_rows(batch: WorkerBatch) -> list[dict[str, Any]]:
+    """One table row per micro-batch, or one empty row if this worker has no rows of the step."""
+    common_columns = {"step": batch.step, "first_row_id": batch.first_row_id, "digest": batch.digest}
     lines = []
-    for place, tokens in enumerate(update.passes):
-        columns = {name: getattr(tokens, name) for name in _COLUMNS} | {"teacher": tokens.teacher.ravel()}
-        outputs = tokens.teacher.shape[1]
-        lines.append({**head, "last": place == len(update.passes) - 1, "outputs": outputs, **columns})
-    nothing = {name: np.empty(0, dtype=np.int32) for name in _COLUMNS if name != "unlabelled"}
-    return lines or [{**head, "last": True, "outputs": 0, "unlabelled": None, **nothing}]
+    for index, tokens in enumerate(batch.micro_batches):
+        columns = {name: getattr(tokens, name) for name in _COLUMNS} | {"teacher_logits": tokens.teacher_logits.ravel()}
+        outputs = tokens.teacher_logits.shape[1]
+        lines.append({**common_columns, "last": index == len(batch.micro_batches) - 1, "outputs": outputs, **columns})
+    empty_columns = {name: np.empty(0, dtype=np.int32) for name in _COLUMNS if name != "is_unlabeled"}
+    return lines or [{**common_columns, "last": True, "outputs": 0, "is_unlabeled": None, **empty_columns}]
 
 
 _SCHEMA = pa.schema(
     {
         "error": pa.string(),
         "code": pa.string(),
-        "update": pa.int64(),
-        "first_row": pa.uint64(),
+        "step": pa.int64(),
+        "first_row_id": pa.uint64(),
         "digest": pa.binary(32),
         "last": pa.bool_(),
         "outputs": pa.int32(),
         "ids": pa.list_(pa.int32()),
-        "lengths": pa.list_(pa.int32()),
-        "second": pa.list_(pa.int32()),
-        "windows": pa.list_(pa.int32()),
+        "window_lengths": pa.list_(pa.int32()),
+        "pair_start": pa.list_(pa.int32()),
+        "windows_per_row": pa.list_(pa.int32()),
         "targets": pa.list_(pa.float32()),
-        "counts": pa.list_(pa.int32()),
+        "targets_per_row": pa.list_(pa.int32()),
         "row_ids": pa.list_(pa.uint64()),
-        "teacher": pa.list_(pa.float32()),
-        "unlabelled": pa.list_(pa.bool_()),
+        "teacher_logits": pa.list_(pa.float32()),
+        "is_unlabeled": pa.list_(pa.bool_()),
     }
 )
 
 
-def decoded(tables: Iterable[Any]) -> Iterator[Update]:
-    """The updates of the tables that `materialise` makes. Raises `UserError` where a data task has met one."""
-    passes: list[Tokens] = []
+def decode_tables(tables: Iterable[Any]) -> Iterator[WorkerBatch]:
+    """The steps in the tables of `materialize_steps`. Raises `UserError` if a data task reported one."""
+    micro_batches: list[TokenBatch] = []
     for table in tables:
         for line in range(table.num_rows):
             if error := table["error"][line].as_py():
                 raise UserError(error, code=table["code"][line].as_py())
             columns: list[Any] = [table[name][line].values for name in _COLUMNS]
-            found: list[Any] = [None if one is None else one.to_numpy(zero_copy_only=False) for one in columns]
-            tokens = Tokens(*found)
+            arrays: list[Any] = [
+                None if column is None else column.to_numpy(zero_copy_only=False) for column in columns
+            ]
+            tokens = TokenBatch(*arrays)
             if len(tokens):
                 outputs = table["outputs"][line].as_py()
-                nothing = np.empty((len(tokens), 0), dtype=np.float32)
-                passes.append(replace(tokens, teacher=tokens.teacher.reshape(-1, outputs) if outputs else nothing))
+                no_outputs = np.empty((len(tokens), 0), dtype=np.float32)
+                micro_batches.append(
+                    replace(
+                        tokens, teacher_logits=tokens.teacher_logits.reshape(-1, outputs) if outputs else no_outputs
+                    )
+                )
             if table["last"][line].as_py():
-                number, first_row, digest = (table[name][line].as_py() for name in ("update", "first_row", "digest"))
-                yield Update(number, first_row, digest, tuple(passes))
-                passes = []
+                step, first_row_id, digest = (table[name][line].as_py() for name in ("step", "first_row_id", "digest"))
+                yield WorkerBatch(step, first_row_id, digest, tuple(micro_batches))
+                micro_batches = []

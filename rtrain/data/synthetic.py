@@ -1,12 +1,12 @@
 """The embedded demo data set: short customer-service messages in four languages, made by a phrase grammar.
 
-A real data set would bring a licence, a download and someone's private words. A grammar brings none of these. The same
-seed gives the same bytes on every machine, so that scores can be compared between machines.
+A grammar needs no license and no download, and holds no private text. The same seed gives the same bytes on every
+machine, so scores can be compared between machines.
 
 The phrase tables lie in ``phrases/<language>.yaml``. For each intent they hold two separate lists of core templates,
-one for each split: test messages say the same things in other words, so that a model that only remembers words scores
-less than one that knows what they mean. Side remarks about a settled matter make it hard for models that count words.
-``tests/test_data_synthetic.py`` pins how hard the result is for a linear TF-IDF model.
+one for each split: test messages say the same things in other words, so a model that only memorizes words scores lower.
+Side remarks about another intent make the task hard for models that count words.
+``tests/unit/data/test_synthetic.py`` pins how hard the result is for a linear TF-IDF model.
 """
 
 from __future__ import annotations
@@ -111,36 +111,36 @@ class Grammar:
 
 
 @cache
-def grammar(language: str) -> Grammar:
+def load_grammar(language: str) -> Grammar:
     """The phrase tables of a language; they travel inside the package, so no path has to be configured."""
     source = resources.files(__package__).joinpath("phrases", f"{language}.yaml")
     return Grammar(**yaml.safe_load(source.read_text(encoding="utf-8")))
 
 
 def core_templates(language: str, intent: str, split: Split) -> tuple[str, ...]:
-    """The core templates of an intent in one split, as they are written in the phrase tables."""
-    return tuple(grammar(language).intents[intent][split])
+    """The core templates of an intent in one split, unexpanded."""
+    return tuple(load_grammar(language).intents[intent][split])
 
 
 def generate(seed: int = 0) -> tuple[list[Message], list[Message]]:
     """The two splits (train, test). No text occurs twice, whatever its case, neither in a split nor between them."""
-    taken: set[str] = set()  # used for membership only, so that its order never reaches the output
-    test = _split("test", seed, taken)
-    train = _split("train", seed, taken)
+    used_texts: set[str] = set()  # used for membership only, so that its order never reaches the output
+    test = _generate_split("test", seed, used_texts)
+    train = _generate_split("train", seed, used_texts)
     return train, test
 
 
-def write(folder: Path, seed: int = 0) -> tuple[Path, Path]:
+def write_csv_files(folder: Path, seed: int = 0) -> tuple[Path, Path]:
     """Write ``train.csv`` and ``test.csv`` into the folder; the same seed gives the same bytes everywhere."""
     folder.mkdir(parents=True, exist_ok=True)
     train, test = generate(seed)
     paths = (folder / "train.csv", folder / "test.csv")
     for path, messages in zip(paths, (train, test), strict=True):
-        path.write_bytes(_csv(messages).encode("utf-8"))  # bytes: no platform changes the line ends
+        path.write_bytes(_format_csv(messages).encode("utf-8"))  # bytes: no platform changes the line ends
     return paths
 
 
-def _csv(messages: Sequence[Message]) -> str:
+def _format_csv(messages: Sequence[Message]) -> str:
     buffer = io.StringIO(newline="")
     writer = csv.writer(buffer, lineterminator="\n")
     writer.writerow(COLUMNS)
@@ -148,19 +148,19 @@ def _csv(messages: Sequence[Message]) -> str:
     return buffer.getvalue()
 
 
-def _split(split: Split, seed: int, taken: set[str]) -> list[Message]:
+def _generate_split(split: Split, seed: int, used_texts: set[str]) -> list[Message]:
     messages: list[Message] = []
     for language in LANGUAGES:
-        sizes = _sizes(ROWS[split][language], random.Random(f"{seed}/{split}/{language}/sizes"))
+        sizes = _draw_sizes(ROWS[split][language], random.Random(f"{seed}/{split}/{language}/sizes"))
         for intent, size in zip(INTENTS, sizes, strict=True):
             # Each cell draws from its own stream, so that editing one intent's phrases leaves the other cells
             # unchanged.
             rng = random.Random(f"{seed}/{split}/{language}/{intent}")
-            messages.extend(_cell(rng, split, language, intent, size, taken))
-    return _shuffled(random.Random(f"{seed}/{split}/order"), messages)
+            messages.extend(_generate_messages(rng, split, language, intent, size, used_texts))
+    return _shuffle(random.Random(f"{seed}/{split}/order"), messages)
 
 
-def _sizes(total: int, rng: random.Random) -> list[int]:
+def _draw_sizes(total: int, rng: random.Random) -> list[int]:
     """How many rows each intent gets: about the even share, uneven as in a real inbox, with `total` as their sum."""
     weights = [1 + IMBALANCE * (2 * rng.random() - 1) for _ in INTENTS]
     exact = [total * weight / sum(weights) for weight in weights]
@@ -171,33 +171,33 @@ def _sizes(total: int, rng: random.Random) -> list[int]:
     return sizes
 
 
-def _cell(
-    rng: random.Random, split: Split, language: str, intent: str, size: int, taken: set[str]
+def _generate_messages(
+    rng: random.Random, split: Split, language: str, intent: str, size: int, used_texts: set[str]
 ) -> Iterator[Message]:
     """The messages of one intent in one language, each template used about equally often."""
     templates = core_templates(language, intent, split)
     order: list[str] = []
     while len(order) < size:
-        order.extend(_shuffled(rng, templates))
+        order.extend(_shuffle(rng, templates))
     for template in order[:size]:
         for _ in range(MAX_TRIES):
-            sentiment = _weighted(rng, SENTIMENTS, SENTIMENT_WEIGHTS)
+            sentiment = _pick_weighted(rng, SENTIMENTS, SENTIMENT_WEIGHTS)
             text = _compose(rng, split, language, intent, template, sentiment)
-            if text.casefold() not in taken:
+            if text.casefold() not in used_texts:
                 break
         else:
             raise ValueError(f"the phrase tables are too small for {size} {language} {intent} messages: {template!r}")
-        taken.add(text.casefold())
+        used_texts.add(text.casefold())
         yield Message(text, intent, sentiment, language)
 
 
 def _compose(rng: random.Random, split: Split, language: str, intent: str, template: str, sentiment: str) -> str:
     """A whole message: the core, the phrases around it, and the slips of careless typing."""
-    tables = grammar(language)
-    core = _fill(rng, tables, template)
+    tables = load_grammar(language)
+    core = _fill_template(rng, tables, template)
     parts = [core if core.endswith("?") else core + "."]
     if rng.random() < ASIDE_RATES[sentiment]:  # in place of greeting and courtesy, which keeps the message short
-        parts.insert(0, _aside(rng, tables, split, intent) + ".")
+        parts.insert(0, _compose_aside(rng, tables, split, intent) + ".")
     else:
         if rng.random() < COURTESY_RATE:
             parts.append(_pick(rng, tables.courtesies) + ".")
@@ -206,35 +206,35 @@ def _compose(rng: random.Random, split: Split, language: str, intent: str, templ
     feelings = tables.sentiment_phrases(sentiment, split)
     if feelings:
         mark = "!" if rng.random() < 0.35 else "."
-        at = 0 if rng.random() < 0.4 else len(parts)
-        parts.insert(at, _pick(rng, feelings) + mark)
-    return _careless(rng, " ".join(_capitalised(part) for part in parts), language)
+        position = 0 if rng.random() < 0.4 else len(parts)
+        parts.insert(position, _pick(rng, feelings) + mark)
+    return _add_slips(rng, " ".join(_capitalize(part) for part in parts), language)
 
 
-def _aside(rng: random.Random, tables: Grammar, split: Split, intent: str) -> str:
+def _compose_aside(rng: random.Random, tables: Grammar, split: Split, intent: str) -> str:
     """A remark that some other matter is settled: word counts alone cannot tell it from the request."""
-    topic = _pick(rng, [topic[split] for other, topic in tables.topics.items() if other != intent])
+    topic = _pick(rng, [topic[split] for name, topic in tables.topics.items() if name != intent])
     return _pick(rng, tables.asides[split]).replace("<topic>", topic)
 
 
-def _fill(rng: random.Random, tables: Grammar, template: str) -> str:
+def _fill_template(rng: random.Random, tables: Grammar, template: str) -> str:
     """A template with every choice made and every slot filled."""
-    chosen = _CHOICE.sub(lambda found: _pick(rng, found[1].split("|")), template)
-    return " ".join(_SLOT.sub(lambda found: _pick(rng, tables.slots[found[1]]), chosen).split())
+    expanded_text = _CHOICE.sub(lambda match: _pick(rng, match[1].split("|")), template)
+    return " ".join(_SLOT.sub(lambda match: _pick(rng, tables.slots[match[1]]), expanded_text).split())
 
 
-def _capitalised(text: str) -> str:
+def _capitalize(text: str) -> str:
     """The text with its first letter raised, also behind an inverted mark. `str.capitalize` would lower German nouns
     and product codes."""
-    at = 1 if text[:1] in "¿¡" else 0
-    return text[:at] + text[at : at + 1].upper() + text[at + 1 :]
+    position = 1 if text[:1] in "¿¡" else 0
+    return text[:position] + text[position : position + 1].upper() + text[position + 1 :]
 
 
-def _careless(rng: random.Random, text: str, language: str) -> str:
+def _add_slips(rng: random.Random, text: str, language: str) -> str:
     """The message as hurried typing leaves it: with typos, without a final mark, capitals or accents."""
     if rng.random() < TYPO_RATE:
         for _ in range(2 if rng.random() < SECOND_TYPO_RATE else 1):
-            text = _typo(rng, text, language)
+            text = _add_typo(rng, text, language)
     if rng.random() < NO_FINAL_MARK_RATE:
         text = text.rstrip(".!?")
     if rng.random() < LOWER_RATE:
@@ -244,31 +244,31 @@ def _careless(rng: random.Random, text: str, language: str) -> str:
     return text
 
 
-def _typo(rng: random.Random, text: str, language: str) -> str:
+def _add_typo(rng: random.Random, text: str, language: str) -> str:
     """One slip in a word of four letters or more; the first letter stays, as it mostly does in real typing."""
     words = list(_WORD.finditer(text))
     if not words:
         return text
     word = _pick(rng, words)
-    at = word.start() + 1 + int(rng.random() * (len(word[0]) - 2))
-    head, here, after, tail = text[:at], text[at], text[at + 1], text[at + 2 :]
-    kind = _pick(rng, ("neighbour", "swap", "drop", "double"))
-    if kind == "neighbour":
-        return head + _neighbour(rng, here, language) + after + tail
+    index = word.start() + 1 + int(rng.random() * (len(word[0]) - 2))
+    head, letter, after, tail = text[:index], text[index], text[index + 1], text[index + 2 :]
+    kind = _pick(rng, ("neighbor", "swap", "drop", "double"))
+    if kind == "neighbor":
+        return head + _pick_neighbor_key(rng, letter, language) + after + tail
     if kind == "swap":
-        return head + after + here + tail
+        return head + after + letter + tail
     if kind == "drop":
         return head + after + tail
-    return head + here + here + after + tail
+    return head + letter + letter + after + tail
 
 
-def _neighbour(rng: random.Random, letter: str, language: str) -> str:
-    """The letter of a key beside this one on the language's keyboard. An accented letter has no plain key, and
+def _pick_neighbor_key(rng: random.Random, letter: str, language: str) -> str:
+    """The letter of an adjacent key on the language's keyboard. An accented letter has no plain key, and
     stays."""
     for row in _KEYBOARDS[language]:
-        at = row.find(letter.lower())
-        if at >= 0:
-            return _pick(rng, [row[i] for i in (at - 1, at + 1) if 0 <= i < len(row)])
+        column = row.find(letter.lower())
+        if column >= 0:
+            return _pick(rng, [row[i] for i in (column - 1, column + 1) if 0 <= i < len(row)])
     return letter
 
 
@@ -280,12 +280,12 @@ def _pick(rng: random.Random, options: Sequence[T]) -> T:
     return options[int(rng.random() * len(options))]
 
 
-def _shuffled(rng: random.Random, items: Sequence[T]) -> list[T]:
+def _shuffle(rng: random.Random, items: Sequence[T]) -> list[T]:
     keys = [rng.random() for _ in items]
     return [items[i] for i in sorted(range(len(items)), key=keys.__getitem__)]
 
 
-def _weighted(rng: random.Random, options: Sequence[T], weights: Sequence[float]) -> T:
+def _pick_weighted(rng: random.Random, options: Sequence[T], weights: Sequence[float]) -> T:
     point = rng.random() * sum(weights)
     for option, weight in zip(options, weights, strict=True):
         point -= weight

@@ -1,7 +1,7 @@
-"""Rows without labels, for a student that learns its teacher's answers to them (`distill.unlabelled`).
+"""Unlabeled rows, for a student that learns its teacher's outputs for them (`distill.unlabeled_rows_path`).
 
-They are stored by themselves, so that a teacher answers them once for all students. A student's store has the labelled
-rows first, then those of the others that the teacher is sure of (`rtrain.data.store.merge`).
+They have a store of their own, so a teacher runs on them once for all students. A student's store has the labeled rows
+first, then the unlabeled rows that the teacher is confident of (`rtrain.data.store.merge`).
 """
 
 from dataclasses import replace
@@ -11,120 +11,143 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.config import Augment, Data, Recipe
+from rtrain.config import AugmentConfig, DataConfig, Recipe
 from rtrain.core.errors import ConfigError, Problem
 from rtrain.core.ragged import Ints
 from rtrain.data import row_reader
 from rtrain.data.sources import digests
-from rtrain.data.sources.find import Piece, tells_format
-from rtrain.data.sources.paths import suffix
+from rtrain.data.sources.find import SourceFile, has_format_suffix
+from rtrain.data.sources.paths import file_suffix
 from rtrain.data.store.store import Store
 from rtrain.tasks import base
 
-SETTING = "distill.unlabelled"
-ROLE = "unlabelled"
+SETTING = "distill.unlabeled_rows_path"
+ROLE = "unlabeled"
 """Role of their files in a source."""
 BLOCK = 8192
-"""Rows whose answers are looked at at a time."""
+"""Rows whose teacher outputs are decoded at a time."""
 
 
-class Chosen(NamedTuple):
-    """Which of the rows without labels are trained on."""
+class UnlabeledSelection(NamedTuple):
+    """The unlabeled rows that are trained on, and counts of the others."""
 
     positions: Ints
-    unsure: int
-    """Rows left out since the teacher is less sure of them than `distill.confidence`."""
-    repeated: int
-    """Rows left out since their texts are those of a labelled row, of any split."""
+    num_low_confidence: int
+    """Rows below the teacher confidence `distill.confidence`."""
+    num_duplicates: int
+    """Rows with the text of a labeled row, of any split."""
 
 
-def without_labels(data: Data, path: str | None) -> Data:
-    """How the rows of `path` are read: as others, but for labels and for what only scores and splits need."""
-    columns = dict.fromkeys(("label", "separator", "split_by", "split", "outside", "id"))
+def without_labels(data: DataConfig, path: str | None) -> DataConfig:
+    """Settings to read the rows of `path`: as the labeled rows, without labels and without the columns of scores and
+    splits."""
+    columns = dict.fromkeys(("label", "separator", "group_column", "split_column", "out_of_scope_label", "id"))
     neutral = {**columns, "slices": ()}
-    splits = {"valid": None, "test": None, "folds": None, "fold": 0, "valid_part": 0, "valid_share": 0.0}
-    # A name that tells no format is read as the labelled rows are, and one that ends as theirs does: a .json may be one
-    # of SQuAD's, a .tsv one of sentences with a word in each line.
-    told = path is not None and tells_format(path) and suffix(path) != suffix(data.path or "")
-    return data.model_copy(update={**neutral, **splits, "path": path, "format": None if told else data.format})
+    splits = {"valid": None, "test": None, "folds": None, "fold": 0, "validation_fold": 0, "valid_share": 0.0}
+    # A file keeps the format of the labeled rows if its suffix is the same or names no format: a .json can be a SQuAD
+    # file, a .tsv can hold CoNLL sentences.
+    has_own_format = path is not None and has_format_suffix(path) and file_suffix(path) != file_suffix(data.path or "")
+    return data.model_copy(
+        update={**neutral, **splits, "path": path, "format": None if has_own_format else data.format}
+    )
 
 
-def inspect(data: Data, path: str, setting: str, root: Path | None = None) -> row_reader.Source:
-    """The files of rows without labels. Raises `ConfigError` with every problem found, which name `setting`."""
+def inspect_unlabeled(data: DataConfig, path: str, setting: str, root: Path | None = None) -> row_reader.DataSource:
+    """Find the files of unlabeled rows. Raises `ConfigError` with every problem, each under the name `setting`."""
     try:
-        found = row_reader.inspect(without_labels(data, path), root)
+        data_source = row_reader.inspect_source(without_labels(data, path), root)
     except ConfigError as error:
-        problems = [replace(one, field=one.field.replace("data.path", setting)) for one in error.problems]
+        problems = [replace(problem, field=problem.field.replace("data.path", setting)) for problem in error.problems]
         raise ConfigError(problems) from None
-    return replace(found, pieces=tuple(piece for piece in found.pieces if piece.role == "train"))
+    return replace(data_source, files=tuple(file for file in data_source.files if file.role == "train"))
 
 
-def source(recipe: Recipe, root: Path | None = None) -> row_reader.Source:
-    """All files of a run's rows; of a student's, those of `distill.unlabelled` and of its copies too. Raises
-    `ConfigError`."""
+def inspect_all_sources(recipe: Recipe, root: Path | None = None) -> row_reader.DataSource:
+    """Find all files of a run's rows; a student's include `distill.unlabeled_rows_path` and its augmented copies.
+    Raises `ConfigError`."""
     problems: list[Problem] = []
-    found, further = row_reader.Source((), ()), list[Piece]()
+    data_source, unlabeled_files = row_reader.DataSource((), ()), list[SourceFile]()
     try:
-        found = row_reader.inspect(recipe.data, root)
+        data_source = row_reader.inspect_source(recipe.data, root)
     except ConfigError as error:
         problems += error.problems
-    names = ("unlabelled", "copied") if recipe.distill.copies else ("unlabelled",)
+    names = (
+        ("unlabeled_rows_path", "augmented_rows_path") if recipe.distill.augmented_copies else ("unlabeled_rows_path",)
+    )
     for name in names if recipe.distill.teacher else ():
         if (path := getattr(recipe.distill, name)) is not None:
             try:
-                further += inspect(recipe.data, path, f"distill.{name}", root).pieces
+                unlabeled_files += inspect_unlabeled(recipe.data, path, f"distill.{name}", root).files
             except ConfigError as error:
                 problems += error.problems
     if problems:
         raise ConfigError(problems)
-    return replace(found, pieces=found.pieces + tuple(piece._replace(role=ROLE) for piece in further))
+    return replace(data_source, files=data_source.files + tuple(file._replace(role=ROLE) for file in unlabeled_files))
 
 
-def parted(given: row_reader.Source) -> tuple[row_reader.Source, row_reader.Source]:
-    """The files of the labelled rows, and those of the others as training files."""
-    if all(piece.role != ROLE for piece in given.pieces):
-        return given, replace(given, pieces=())
-    pairs = list(zip(given.pieces, given.hashed, strict=True))
+def split_source(data_source: row_reader.DataSource) -> tuple[row_reader.DataSource, row_reader.DataSource]:
+    """Split into the files of labeled rows and the files of unlabeled rows, the latter as training files."""
+    if all(file.role != ROLE for file in data_source.files):
+        return data_source, replace(data_source, files=())
+    pairs = list(zip(data_source.files, data_source.file_digests, strict=True))
     return (
-        _of([(piece, digest) for piece, digest in pairs if piece.role != ROLE], given),
-        _of([(piece._replace(role="train"), digest) for piece, digest in pairs if piece.role == ROLE], given),
+        _with_files([(file, digest) for file, digest in pairs if file.role != ROLE], data_source),
+        _with_files(
+            [(file._replace(role="train"), digest) for file, digest in pairs if file.role == ROLE], data_source
+        ),
     )
 
 
-def _of(pairs: list[tuple[Piece, digests.Digest]], given: row_reader.Source) -> row_reader.Source:
-    made = replace(given, pieces=tuple(piece for piece, _ in pairs))
-    vars(made)["hashed"] = [digest for _, digest in pairs]  # what the cached property would read the files for again
-    return made
+def _with_files(
+    pairs: list[tuple[SourceFile, digests.FileDigest]], data_source: row_reader.DataSource
+) -> row_reader.DataSource:
+    new_source = replace(data_source, files=tuple(file for file, _ in pairs))
+    vars(new_source)["file_digests"] = [
+        digest for _, digest in pairs
+    ]  # fills the cached property, which would hash the files again
+    return new_source
 
 
-def recipe_of(recipe: Recipe) -> Recipe:
-    """By which the rows without labels are stored."""
-    data = without_labels(recipe.data, recipe.distill.unlabelled)
-    return recipe.model_copy(update={"data": data, "augment": Augment()})
+def make_unlabeled_recipe(recipe: Recipe) -> Recipe:
+    """The recipe of the store of unlabeled rows."""
+    data = without_labels(recipe.data, recipe.distill.unlabeled_rows_path)
+    return recipe.model_copy(update={"data": data, "augment": AugmentConfig()})
 
 
-def chosen(rows: Store, labelled: Store, task: base.Task, teacher: str, confidence: float) -> Chosen:
-    """The rows of a store without labels that are trained on, by its `teacher`'s answers.
+def select_rows(
+    unlabeled_store: Store, labeled_store: Store, task: base.Task, teacher: str, confidence: float
+) -> UnlabeledSelection:
+    """Select the unlabeled rows to train on, by the outputs of `teacher`.
 
-    Left out are texts that a labelled row has: of training rows the label is known, and a held-out row says less of a
-    student that has learned its answer.
+    Texts of labeled rows are excluded: training rows already have a label, and evaluation rows must stay unseen.
     """
-    known = np.concatenate([labelled.keys(split) for split in labelled.manifest.rows])
-    every = np.arange(rows.rows("train"), dtype=np.int64)
-    fresh = ~np.isin(rows.keys("train"), known)
-    sure = np.ones(len(every), dtype=np.bool_)
+    labeled_keys = np.concatenate([labeled_store.text_keys(split) for split in labeled_store.manifest.rows])
+    positions = np.arange(unlabeled_store.num_rows("train"), dtype=np.int64)
+    is_new = ~np.isin(unlabeled_store.text_keys("train"), labeled_keys)
+    is_confident = np.ones(len(positions), dtype=np.bool_)
     if confidence > 0:
-        sure = np.concatenate([_sure(rows, task, teacher, part) for part in _blocks(every)]) >= confidence
-    taken = fresh & sure
-    return Chosen(every[taken], int((fresh & ~sure).sum()), int((~fresh).sum()))
+        is_confident = (
+            np.concatenate(
+                [_compute_confidence(unlabeled_store, task, teacher, part) for part in _split_blocks(positions)]
+            )
+            >= confidence
+        )
+    is_selected = is_new & is_confident
+    return UnlabeledSelection(positions[is_selected], int((is_new & ~is_confident).sum()), int((~is_new).sum()))
 
 
-def _blocks(positions: Ints) -> list[Ints]:
+def _split_blocks(positions: Ints) -> list[Ints]:
     return [positions[first : first + BLOCK] for first in range(0, len(positions), BLOCK)] or [positions]
 
 
-def _sure(rows: Store, task: base.Task, teacher: str, positions: Ints) -> npt.NDArray[np.float64]:
-    """How sure the teacher is of each row, 0 to 1, as `Task.describe` has it."""
-    tokens, head, answers = rows.read("train", positions), rows.manifest.head, rows.taught(teacher, positions)
-    outputs = np.split(answers, np.cumsum(tokens.lengths_of_rows)[:-1]) if task.by_token else answers
-    return task.describe(task.outcomes(outputs, tokens, head), tokens.labelled, head).score
+def _compute_confidence(
+    unlabeled_store: Store, task: base.Task, teacher: str, positions: Ints
+) -> npt.NDArray[np.float64]:
+    """The teacher's confidence in each row, 0 to 1 (`Task.explain_rows`)."""
+    tokens, head, logits = (
+        unlabeled_store.read_tokens("train", positions),
+        unlabeled_store.manifest.head,
+        unlabeled_store.teacher_logits(teacher, positions),
+    )
+    outputs = np.split(logits, np.cumsum(tokens.row_lengths)[:-1]) if task.is_token_level else logits
+    return task.explain_rows(task.row_results(outputs, tokens, head), tokens.row_targets, head).score

@@ -1,8 +1,7 @@
-"""What the transformer buys: plain models on the same rows, and points per millisecond beside each of them.
+"""Reference models on the same rows, and the transformer's gain in points per millisecond.
 
-Of texts with labels or a number: TF-IDF with linear models; of tagged words: each word's most frequent tag. Latency is
-that of a text asked alone, tokenizer included, on one thread, for every model alike. What a run's report has measured
-on the same rows is not measured again.
+Texts with labels or a number: TF-IDF with a linear model. Tagged words: the most frequent tag of each word. Latency is
+measured per single text, tokenizer included, on one thread. Measurements in a run's report are reused.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,29 +12,29 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rtrain.core import engines
-from rtrain.core.ragged import Ragged
+from rtrain.core.ragged import RaggedArray
 from rtrain.core.run_folder import Run
 from rtrain.data.store.store import Store, open_store
-from rtrain.evaluation.gate_rows import Both
-from rtrain.metrics.registry import metric_for
+from rtrain.evaluation.gate_rows import AnswerPair
+from rtrain.metrics.registry import get_metric
 from rtrain.report import baselines
 
 TFIDF, TAGS = baselines.TFIDF, baselines.TAGS
-UNMEASURED = "the run's report has not measured it on these rows"
-NONE = {
-    "spans": "with a place in a text, of which counts of words know nothing",
-    "summary": "with sentences of a text",
-    "tokens": "with words that are masked",
+NOT_IN_REPORT = "the run's report has not measured it on these rows"
+NO_RIVAL_REASONS = {
+    "spans": "positions in a text",
+    "summary": "sentences of a text",
+    "tokens": "masked words",
 }
-"""How models answer that have no rival, by their output."""
-REPORTED = {"tags": TAGS, "labels": TFIDF, "heads": TFIDF}
-"""The plain model of outputs whose rival is measured for a run's report alone."""
-UNREAD = "the base knows no piece of the rows"
-CANDIDATE = "this candidate"
-PLAIN = "plain models"
-"""In place of their names where none is asked."""
+"""Kinds of output without a reference model, with the end of the reason."""
+REPORT_ONLY_RIVALS = {"tags": TAGS, "labels": TFIDF, "heads": TFIDF}
+"""Reference models that only a run's report measures, by kind of output."""
+NO_KNOWN_TOKENS = "the baseline's vocabulary has no token of the rows"
+CANDIDATE_NAME = "this candidate"
+REFERENCE_MODELS = "reference models"
+"""Name of the entry if no reference model is measured."""
 
-Answer = Callable[[Sequence[str]], Any]
+AnswerTexts = Callable[[Sequence[str]], Any]
 
 
 @dataclass(frozen=True)
@@ -45,106 +44,142 @@ class Rival:
     ms: float | None = None
     """Median latency of a text."""
     points_per_ms: float | None = None
-    """(candidate's score - this one's) / (its latency - this one's), in hundredths of a score per millisecond. None
-    where the candidate is not the slower one: then its points cost nothing."""
-    absent: str = ""
-    """Why it was not measured."""
+    """(score of the candidate - this score) / (latency of the candidate - this latency), in points per millisecond.
+    None if the candidate is not slower."""
+    absence_reason: str = ""
+    """Reason for a missing measurement."""
 
 
-class Trained(NamedTuple):
-    """What a rival is trained from: texts and targets of the training rows, and of those that choose its setting."""
+class RivalTrainingRows(NamedTuple):
+    """Texts and targets of the training rows, and of the validation rows that choose the hyperparameter."""
 
     train: tuple[list[str], list[Any]]
     valid: tuple[list[str], list[Any]]
 
 
-def of_report(store: Store, split: str, folders: Sequence[Path]) -> Mapping[str, Rival]:
-    """What a run has measured of plain models on all rows of a split of its store, for its report. `folders`:
-    artefacts, of which the first lies in such a run."""
-    runs = [run for run in (Run(folder.absolute().parent) for folder in folders) if run.store is not None]
-    own = next((run for run in runs if open_store(run.store or Path()).manifest.digest == store.manifest.digest), None)
-    document = None if own is None or not baselines.uses_all(store, split) else baselines.read(own)
+def read_reported_rivals(store: Store, split: str, folders: Sequence[Path]) -> Mapping[str, Rival]:
+    """Read the reference models of a run's report on all rows of a split.
+
+    The first of `folders` (artifacts) in a run with this store provides the report.
+    """
+    runs = [run for run in (Run(folder.absolute().parent) for folder in folders) if run.token_store is not None]
+    reporting_run = next(
+        (run for run in runs if open_store(run.token_store or Path()).manifest.digest == store.manifest.digest), None
+    )
+    document = (
+        None
+        if reporting_run is None or not baselines.uses_all_rows(store, split)
+        else baselines.read_baselines(reporting_run)
+    )
     if document is None:
         return {}
     return {
-        one["name"]: Rival(one["name"], one["scores"][split], one["ms"])
-        for one in document["baselines"]
-        if split in one["scores"] and "ms" in one
+        entry["name"]: Rival(entry["name"], entry["scores"][split], entry["ms"])
+        for entry in document["baselines"]
+        if split in entry["scores"] and "ms" in entry
     }
 
 
-def measure(
-    both: Both, store: Store | None, base: Path, known: Mapping[str, Rival], *, fits: bool = True
+def measure_rivals(
+    pair: AnswerPair,
+    store: Store | None,
+    baseline_folder: Path,
+    reported_rivals: Mapping[str, Rival],
+    *,
+    trains_rivals: bool = True,
 ) -> list[dict[str, Any]]:
-    """The candidate itself, then its rivals. Those that are not `known` are trained on the rows of `store` where `fits`
-    says so; `base` is the base's folder."""
-    task, head, own = both.base.predictor.task, both.base.head, both.candidate
-    metric, texts = metric_for(task.output), [] if _none(both) else both.texts
-    readable = [text for text in texts if own.predictor.flaw(text) is None]
+    """Measure the candidate, then the reference models.
+
+    Args:
+        store: training rows of models that are missing in `reported_rivals`.
+        baseline_folder: the artifact of the baseline, with the tokenizer.
+        trains_rivals: train missing models.
+    """
+    task, head, candidate = pair.baseline.predictor.task, pair.baseline.head, pair.candidate
+    metric, texts = get_metric(task.output), [] if _explain_no_rival(pair) else pair.texts
+    readable = [text for text in texts if candidate.predictor.validate_input(text) is None]
     if not readable:
-        return [asdict(one) for one in (Rival(CANDIDATE), Rival(PLAIN, absent=_none(both) or UNREAD))]
-    score = metric.scores(own.answered.outcomes, own.targets, own.head)[metric.headline]
-    ms = baselines.ms_of_a_text(lambda some: own.predictor.logits(list(some)), readable)
+        return [
+            asdict(measured_rival)
+            for measured_rival in (
+                Rival(CANDIDATE_NAME),
+                Rival(REFERENCE_MODELS, absence_reason=_explain_no_rival(pair) or NO_KNOWN_TOKENS),
+            )
+        ]
+    score = metric.main_scores(candidate.answers.row_results, candidate.targets, candidate.head)[metric.headline]
+    ms = baselines.measure_text_ms(lambda some_texts: candidate.predictor.logits(list(some_texts)), readable)
 
-    def beside(one: Rival) -> Rival:
-        assert one.score is not None
-        assert one.ms is not None
-        return replace(one, points_per_ms=points_per_ms(score - one.score, ms - one.ms))
+    def with_points_per_ms(rival: Rival) -> Rival:
+        assert rival.score is not None
+        assert rival.ms is not None
+        return replace(rival, points_per_ms=points_per_ms(score - rival.score, ms - rival.ms))
 
-    found = [Rival(CANDIDATE, score, ms)]
-    if (name := REPORTED.get(task.output)) is not None:
-        rival = beside(known[name]) if name in known else Rival(name, absent=UNMEASURED)
-        return [asdict(one) for one in (*found, rival)]
-    lacking = _lacking(both, store)
-    rows = None if store is None or lacking else _rows(store, base / "tokenizer.json", task.output)
-    if rows is not None and not baselines.is_read(rows.train[0]):
-        lacking, rows = UNREAD, None
-    if TFIDF in known:
-        found.append(beside(known[TFIDF]))
-    elif rows is None or not fits:
-        found.append(Rival(TFIDF, absent=lacking or UNMEASURED))
+    rivals = [Rival(CANDIDATE_NAME, score, ms)]
+    if (name := REPORT_ONLY_RIVALS.get(task.output)) is not None:
+        rival = (
+            with_points_per_ms(reported_rivals[name])
+            if name in reported_rivals
+            else Rival(name, absence_reason=NOT_IN_REPORT)
+        )
+        return [asdict(measured_rival) for measured_rival in (*rivals, rival)]
+    absence_reason = _explain_untrainable(pair, store)
+    rows = (
+        None
+        if store is None or absence_reason
+        else _read_training_rows(store, baseline_folder / "tokenizer.json", task.output)
+    )
+    if rows is not None and not baselines.has_known_tokens(rows.train[0]):
+        absence_reason, rows = NO_KNOWN_TOKENS, None
+    if TFIDF in reported_rivals:
+        rivals.append(with_points_per_ms(reported_rivals[TFIDF]))
+    elif rows is None or not trains_rivals:
+        rivals.append(Rival(TFIDF, absence_reason=absence_reason or NOT_IN_REPORT))
     else:
-        fitted = baselines.fitted_numbers if task.output == "number" else baselines.fitted_labels
-        answer: Answer = fitted(*rows)
-        said = answer(texts)
-        outcomes = Ragged.even(said) if task.output == "number" else baselines.certain(said, head)
-        theirs = metric.scores(outcomes, both.base.targets, head)[metric.headline]
-        found.append(beside(Rival(TFIDF, theirs, baselines.ms_of_a_text(answer, texts))))
-    return [asdict(one) for one in found]
+        fit_model = baselines.fit_numbers if task.output == "number" else baselines.fit_labels
+        answer: AnswerTexts = fit_model(*rows)
+        predictions = answer(texts)
+        outcomes = (
+            RaggedArray.from_matrix(predictions)
+            if task.output == "number"
+            else baselines.certain_logits(predictions, head)
+        )
+        rival_score = metric.main_scores(outcomes, pair.baseline.targets, head)[metric.headline]
+        rivals.append(with_points_per_ms(Rival(TFIDF, rival_score, baselines.measure_text_ms(answer, texts))))
+    return [asdict(measured_rival) for measured_rival in rivals]
 
 
-def _none(both: Both) -> str:
-    """Why no plain model answers as this one does, or nothing."""
-    output = both.base.predictor.task.output
-    if output in NONE:
-        return f"none answers {NONE[output]}"
-    return "none tells rows that belong to no class" if "outside" in both.base.head.facts else ""
+def _explain_no_rival(pair: AnswerPair) -> str:
+    """Explain why this output has no reference model; empty if it has one."""
+    output = pair.baseline.predictor.task.output
+    if output in NO_RIVAL_REASONS:
+        return f"none predicts {NO_RIVAL_REASONS[output]}"
+    return "none detects out-of-scope rows" if "out_of_scope_label" in pair.baseline.head.facts else ""
 
 
-def _lacking(both: Both, store: Store | None) -> str:
-    """Why no rival can be trained, or nothing."""
-    output = both.base.predictor.task.output
+def _explain_untrainable(pair: AnswerPair, store: Store | None) -> str:
+    """Explain why no reference model can be trained; empty if one can."""
+    output = pair.baseline.predictor.task.output
     if store is None:
-        return "the rows that the base was trained on are not known"
-    if both.base.predictor.head.labels != store.manifest.labels:
-        return "the base was trained on other labels"
-    if not store.rows("train") or not store.rows("valid"):
+        return "the training rows of the baseline are unknown"
+    if pair.baseline.predictor.head.labels != store.manifest.labels:
+        return "the baseline was trained on other labels"
+    if not store.num_rows("train") or not store.num_rows("valid"):
         return "the run has no training or no validation rows"
-    if both.base.predictor.artifact.engine != engines.FLOAT:
-        return "the base is no float model"
+    if pair.baseline.predictor.artifact.engine != engines.FLOAT_ENGINE:
+        return "the baseline is not a float model"
     return "" if output == "number" or len(np.unique(store.targets("train").values)) > 1 else "there is only one label"
 
 
-def _rows(store: Store, tokenizer: Path, output: str) -> Trained:
+def _read_training_rows(store: Store, tokenizer: Path, output: str) -> RivalTrainingRows:
     parts = []
     for split in ("train", "valid"):
-        texts, targets = baselines.rows(store, split, tokenizer)
+        texts, targets = baselines.read_rows(store, split, tokenizer)
         pairs = zip(texts, targets.values.tolist(), strict=True)
-        known = [(text, value) for text, value in pairs if output == "number" or value >= 0]
-        parts.append(([text for text, _ in known], [value for _, value in known]))
-    return Trained(*parts)
+        labeled_rows = [(text, value) for text, value in pairs if output == "number" or value >= 0]
+        parts.append(([text for text, _ in labeled_rows], [value for _, value in labeled_rows]))
+    return RivalTrainingRows(*parts)
 
 
 def points_per_ms(gain: float, ms: float) -> float | None:
-    """None where the gain costs no time."""
+    """Points per millisecond; None if the gain costs no time."""
     return 100 * gain / ms if ms > 0 else None

@@ -1,4 +1,4 @@
-"""What is compared: a run, the winner of a search, or another artefact of a run, each found from a folder's name."""
+"""Candidates of a comparison: a run, the winner of a search, or another artifact of a run, found by folder."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,106 +9,115 @@ from typing import Any
 from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.core.errors import ConfigError, Problem, UserError
-from rtrain.core.run_folder import Run, chosen
+from rtrain.core.run_folder import Run, resolve_run
 from rtrain.inference import artifact
 from rtrain.inference.artifact import Artifact
 from rtrain.report import summary
 from rtrain.tasks import base
 
 LETTERS = "ABCDEFGH"
-"""One for each side, as many as the charts have colours."""
+"""One letter per candidate, as many as the charts have colors."""
 
 
 @dataclass(frozen=True)
-class Side:
-    """One of the models that are compared."""
+class Candidate:
+    """One model of a comparison."""
 
     letter: str
     name: str
-    """Folders that tell it from the other sides."""
+    """The folders that distinguish it from other candidates."""
     run: Run
     folder: Path
-    """The artefact that answers; it is there only once the run has ended."""
+    """Folder of the artifact; missing before the run ends."""
     config: Config
 
     def __str__(self) -> str:
         return f"{self.letter} ({self.name})"
 
     @property
-    def own(self) -> bool:
-        """Whether the run itself is meant, and not an artefact that was made of it later."""
+    def is_run_artifact(self) -> bool:
+        """Whether this is the run's own artifact and not a derived artifact."""
         return self.folder == self.run.artifact
 
     @cached_property
-    def made(self) -> Artifact | None:
-        """artifact.json, where the artefact is there."""
-        return artifact.read(self.folder, verify=False) if (self.folder / artifact.NAME).is_file() else None
+    def metadata(self) -> Artifact | None:
+        """artifact.json; None without an artifact."""
+        return (
+            artifact.read_artifact(self.folder, verify=False) if (self.folder / artifact.FILE_NAME).is_file() else None
+        )
 
     @property
     def output(self) -> str:
-        """Kind of the answers."""
-        return base.get(self.config.recipe.task).output
+        """Kind of the task's output."""
+        return base.get_task(self.config.recipe.task).output
 
     @cached_property
     def summary(self) -> dict[str, Any]:
-        return summary.summarise(self.run)
+        return summary.summarize(self.run)
 
 
-def find(folders: Sequence[Path]) -> list[Side]:
-    """The sides, in the order in which they were named. Raises `UserError` for a folder that holds no run, for one that
-    is named twice, and for runs of different tasks."""
+def find_candidates(folders: Sequence[Path]) -> list[Candidate]:
+    """Find the candidates in the given order.
+
+    Raises `UserError` for a folder without a run, a duplicate, and runs of different tasks.
+    """
     if not 2 <= len(folders) <= len(LETTERS):
-        fix = "name the one that the others are compared with, then the others"
+        fix = "name the reference run first, then the others"
         raise ConfigError(
-            [Problem("runs", len(folders), f"a comparison is of two to {len(LETTERS)} runs", fix, code="out_of_range")]
+            [Problem("runs", len(folders), f"a comparison needs two to {len(LETTERS)} runs", fix, code="out_of_range")]
         )
-    found = [_found(folder.absolute()) for folder in folders]
-    made = [one.resolve() for _, one in found]  # a link, or a path with .., may lead to a folder once more
-    for place, one in enumerate(made):
-        if one in made[:place]:
+    models = [_find_model(folder.absolute()) for folder in folders]
+    resolved_folders = [
+        model_folder.resolve() for _, model_folder in models
+    ]  # links and .. may lead to the same folder
+    for place, resolved_folder in enumerate(resolved_folders):
+        if resolved_folder in resolved_folders[:place]:
             raise UserError(
-                f"{folders[place]} and {folders[made.index(one)]} are the same model; name another run",
-                code="named_twice",
+                f"{folders[place]} and {folders[resolved_folders.index(resolved_folder)]} are the same model; name "
+                "another run",
+                code="duplicate_name",
             )
-    names = _names(found)
-    sides = [
-        Side(letter, name, run, folder, configuration.load(str(run.config)))
-        for letter, name, (run, folder) in zip(LETTERS, names, found, strict=False)
+    names = _unique_names(models)
+    candidates = [
+        Candidate(letter, name, run, folder, configuration.load_config(str(run.config)))
+        for letter, name, (run, folder) in zip(LETTERS, names, models, strict=False)
     ]
-    first = sides[0]
-    for side in sides[1:]:
-        task, other = first.config.recipe.task, side.config.recipe.task
+    first = candidates[0]
+    for candidate in candidates[1:]:
+        task, other = first.config.recipe.task, candidate.config.recipe.task
         if task != other:
             raise UserError(
-                f"{first.run} answers by the task {task}, {side.run} by {other}: their scores measure different "
-                f"things; name runs of one task",
-                code="other_task",
+                f"the task of {first.run} is {task}, the task of {candidate.run} is {other}, and their scores are not "
+                f"comparable; name runs of one task",
+                code="task_mismatch",
             )
-    return sides
+    return candidates
 
 
-def _found(folder: Path) -> tuple[Run, Path]:
-    """(the run, the artefact that answers)."""
-    if (folder / artifact.NAME).is_file():
+def _find_model(folder: Path) -> tuple[Run, Path]:
+    """Return (run, folder of the artifact)."""
+    if (folder / artifact.FILE_NAME).is_file():
         if Run(folder.parent).exists:
             return Run(folder.parent), folder
-        reason = "is an artefact outside of its run, where neither its rows nor its training are known"
-        raise UserError(f"{folder} {reason}; name the folder of its run, or an artefact inside one", code="not_a_run")
-    run = chosen(folder)
+        reason = "is an artifact outside of its run, so its rows and training are unknown"
+        raise UserError(f"{folder} {reason}; name the folder of its run, or an artifact inside one", code="not_a_run")
+    run = resolve_run(folder)
     return run, run.artifact
 
 
-def _names(found: Sequence[tuple[Run, Path]]) -> list[str]:
-    """The name of each run's folder, with its search's before it and that of another artefact behind it; more folders
-    where names are equal."""
+def _unique_names(models: Sequence[tuple[Run, Path]]) -> list[str]:
+    """Name each model by its run's folder, prefixed by its search and suffixed by a derived artifact.
+
+    Equal names get more parent folders.
+    """
     names: list[str] = []
-    for more in range(max(len(made.parts) for _, made in found)):
+    for depth in range(max(len(model_folder.parts) for _, model_folder in models)):
         names = [
             "/".join(
-                run.folder.parts[-1 - more - Run(run.folder.parent).is_search :]
-                + (() if made == run.artifact else (made.name,))
+                run.folder.parts[-1 - depth - Run(run.folder.parent).is_search :]
+                + (() if model_folder == run.artifact else (model_folder.name,))
             )
-            for run, made in found
+            for run, model_folder in models
         ]
         if len(set(names)) == len(names):
             break

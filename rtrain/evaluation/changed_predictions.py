@@ -1,4 +1,4 @@
-"""The rows that two sides answer differently, the worst first."""
+"""Rows with different predictions of two models, the worst first."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,131 +6,145 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.evaluation.pairing import Answers
-from rtrain.evaluation.row_scores import Judged
+from rtrain.evaluation.pairing import CandidateAnswers
+from rtrain.evaluation.row_scores import RowScores
 from rtrain.metrics.sums import Floats, Ints
-from rtrain.report.drawing.svg import number
+from rtrain.report.drawing.svg import format_number
 from rtrain.report.outputs import entities
 
-MOST = 200
-"""Rows of a kind that are kept."""
-UNSURE = ("spans", "summary", "tokens")
-"""Kinds of output whose score says how sure a part of the answer is, not the whole."""
-WORTH = {"summary": "ROUGE {:.3f}", "tokens": "loss {:.3f}"}
-"""What is said of an answer that is more or less good, where the answer does not say it."""
-SAME = 1e-9
-"""A difference of two rows' worth up to this is one of rounding."""
+MAX_ROWS_PER_GROUP = 200
+"""Most rows per group."""
+OUTPUTS_WITHOUT_CONFIDENCE = ("spans", "summary", "tokens")
+"""Kinds of output whose confidence covers only a part of the answer."""
+QUALITY_FORMATS = {"summary": "ROUGE {:.3f}", "tokens": "loss {:.3f}"}
+"""Suffix with the quality of an answer."""
+TOLERANCE = 1e-9
+"""Smaller differences of quality are rounding errors."""
 
 
 @dataclass(frozen=True)
-class Flip:
-    """One row with both answers."""
+class ChangedPrediction:
+    """One row with both predictions."""
 
     text: str
     target: str
-    """Empty where the files have none: of masked text."""
+    """Empty for masked text, which has no target in the files."""
     first: str
     other: str
     first_score: float | None
     other_score: float | None
-    """How sure each side is; None where the task has no such thing."""
-    where: str
+    """Confidence of each model; None if the task has none."""
+    location: str
     """File and line."""
 
 
 @dataclass(frozen=True)
-class Kind:
-    """Rows that went one way."""
+class ChangeGroup:
+    """Rows that changed in the same direction."""
 
     name: str
-    order: str
-    """Which come first."""
+    sort_order: str
+    """Description of the order."""
     rows: int
-    """All of them; `shown` has at most `MOST`."""
-    shown: tuple[Flip, ...]
+    """Number of rows; `shown` has at most `MAX_ROWS_PER_GROUP`."""
+    shown: tuple[ChangedPrediction, ...]
 
 
-def kinds(
+def group_changes(
     output: str,
-    first: Judged,
-    other: Judged,
-    sides: tuple[Answers, Answers],
-    at: tuple[Ints, Ints],
+    first: RowScores,
+    other: RowScores,
+    answers: tuple[CandidateAnswers, CandidateAnswers],
+    positions: tuple[Ints, Ints],
     letters: tuple[str, str],
-) -> list[Kind]:
-    """Where answers are right or wrong: lost, won, and wrong both times in two ways. Else: worse and better.
+) -> list[ChangeGroup]:
+    """Group rows by change: lost, won, and wrong in both; for graded answers: worse and better.
 
-    `at` has the places of the judged rows in the answers of each side. Lost rows are sorted by the loss of the other
-    side, won ones by that of the first; where answers are more or less good, the largest change comes first.
+    Lost rows are sorted by the loss of the other model, won rows by the loss of the first. Graded answers are sorted by
+    the size of the change.
+
+    Args:
+        positions: places of the scored rows in each model's answers.
     """
     a, b = letters
-    gained = other.worth - first.worth
-    losses = [side.rows.loss[own] for side, own in zip(sides, at, strict=True)]
-    if first.right is not None and other.right is not None:
-        said = [side.rows.prediction[own] for side, own in zip(sides, at, strict=True)]
-        apart = np.fromiter((bool(x != y) for x, y in zip(*said, strict=True)), dtype=np.bool_, count=len(gained))
+    quality_change = other.quality - first.quality
+    losses = [candidate_answers.rows.loss[places] for candidate_answers, places in zip(answers, positions, strict=True)]
+    if first.is_correct is not None and other.is_correct is not None:
+        predictions = [
+            candidate_answers.rows.prediction[places]
+            for candidate_answers, places in zip(answers, positions, strict=True)
+        ]
+        differs = np.fromiter(
+            (bool(x != y) for x, y in zip(*predictions, strict=True)), dtype=np.bool_, count=len(quality_change)
+        )
         order = "the worst first"
-        chosen = [
-            (f"right in {a}, wrong in {b}", first.right & ~other.right, losses[1]),
-            (f"wrong in {a}, right in {b}", ~first.right & other.right, losses[0]),
-            ("wrong in both, differently", ~first.right & ~other.right & apart, losses[1]),
+        groups = [
+            (f"right in {a}, wrong in {b}", first.is_correct & ~other.is_correct, losses[1]),
+            (f"wrong in {a}, right in {b}", ~first.is_correct & other.is_correct, losses[0]),
+            ("wrong in both, differently", ~first.is_correct & ~other.is_correct & differs, losses[1]),
         ]
     else:
         order = "the largest change first"
-        chosen = [
-            (f"worse in {b} than in {a}", gained < -SAME, -gained),
-            (f"better in {b} than in {a}", gained > SAME, gained),
+        groups = [
+            (f"worse in {b} than in {a}", quality_change < -TOLERANCE, -quality_change),
+            (f"better in {b} than in {a}", quality_change > TOLERANCE, quality_change),
         ]
-    found = []
-    for name, inside, bad in chosen:
-        rows = np.flatnonzero(inside)
-        rows = rows[np.argsort(-np.nan_to_num(bad[rows], nan=-np.inf), kind="stable")]
-        flipped = _flips(output, sides, at, (first.worth, other.worth), rows[:MOST])
-        found.append(Kind(name, order, len(rows), tuple(flipped)))
-    return found
+    change_groups = []
+    for name, selected, severity in groups:
+        rows = np.flatnonzero(selected)
+        rows = rows[np.argsort(-np.nan_to_num(severity[rows], nan=-np.inf), kind="stable")]
+        changes = _list_changes(output, answers, positions, (first.quality, other.quality), rows[:MAX_ROWS_PER_GROUP])
+        change_groups.append(ChangeGroup(name, order, len(rows), tuple(changes)))
+    return change_groups
 
 
-def _flips(
-    output: str, sides: tuple[Answers, Answers], at: tuple[Ints, Ints], worth: tuple[Floats, Floats], rows: Ints
-) -> list[Flip]:
-    first, other = (side.rows for side in sides)
-    places, others = at[0][rows].tolist(), at[1][rows].tolist()
-    texts, sure = first.texts(places), output not in UNSURE
+def _list_changes(
+    output: str,
+    answers: tuple[CandidateAnswers, CandidateAnswers],
+    positions: tuple[Ints, Ints],
+    quality: tuple[Floats, Floats],
+    rows: Ints,
+) -> list[ChangedPrediction]:
+    first, other = (candidate_answers.rows for candidate_answers in answers)
+    places, other_places = positions[0][rows].tolist(), positions[1][rows].tolist()
+    texts, has_confidence = first.read_texts(places), output not in OUTPUTS_WITHOUT_CONFIDENCE
     return [
-        Flip(
+        ChangedPrediction(
             text,
-            "" if output == "tokens" else said(output, _true(first.target[one], other.target[two])),
-            said(output, first.prediction[one]) + _worth(output, float(worth[0][row])),
-            said(output, other.prediction[two]) + _worth(output, float(worth[1][row])),
-            _score(first.score, one) if sure else None,
-            _score(other.score, two) if sure else None,
-            first.place(one),
+            ""
+            if output == "tokens"
+            else format_answer(output, _known_target(first.target[place], other.target[other_place])),
+            format_answer(output, first.prediction[place]) + _format_quality(output, float(quality[0][row])),
+            format_answer(output, other.prediction[other_place]) + _format_quality(output, float(quality[1][row])),
+            _finite_score(first.score, place) if has_confidence else None,
+            _finite_score(other.score, other_place) if has_confidence else None,
+            first.format_location(place),
         )
-        for text, one, two, row in zip(texts, places, others, rows.tolist(), strict=True)
+        for text, place, other_place, row in zip(texts, places, other_places, rows.tolist(), strict=True)
     ]
 
 
-def _true(target: Any, other: Any) -> Any:
-    """The target; of a label that the training rows of the first side lack, as the other side has it."""
+def _known_target(target: Any, other: Any) -> Any:
+    """Return the target; a label that the first model lacks is taken from the other model's file."""
     return target if isinstance(target, float) else target or other
 
 
-def _worth(output: str, value: float) -> str:
-    return f", {WORTH[output].format(abs(value))}" if output in WORTH else ""
+def _format_quality(output: str, value: float) -> str:
+    return f", {QUALITY_FORMATS[output].format(abs(value))}" if output in QUALITY_FORMATS else ""
 
 
-def _score(scores: npt.NDArray[np.float64], row: int) -> float | None:
+def _finite_score(scores: npt.NDArray[np.float64], row: int) -> float | None:
     return float(scores[row]) if np.isfinite(scores[row]) else None
 
 
-def said(output: str, value: Any) -> str:
-    """A target or an answer in words."""
+def format_answer(output: str, value: Any) -> str:
+    """Format a target or a prediction."""
     if isinstance(value, float):
-        return number(value)
+        return format_number(value)
     if isinstance(value, str):
         return value or "nothing"
     if output == "tags":
-        return entities.named(value)
+        return entities.describe_entities(value)
     if output == "summary":
         return f"sentences {', '.join(value)}" if value else "no sentence"
     return ", ".join(str(part) or "-" for part in value) or "nothing"

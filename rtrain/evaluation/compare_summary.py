@@ -1,84 +1,107 @@
-"""The outcome in one sentence, and figures as a sentence has them."""
+"""The verdict in one sentence, and formatting of figures."""
 
 from rtrain.evaluation import significance
-from rtrain.evaluation.differences import Against, Measured
+from rtrain.evaluation.differences import AnswerComparison, CandidateResult
 from rtrain.evaluation.significance import Difference
-from rtrain.metrics.slices import LEAST
-from rtrain.report.drawing.svg import score_name, three
+from rtrain.metrics.slices import MIN_ROWS
+from rtrain.report.drawing.svg import format_significant, humanize_score_name
 
-NO_SHARES = ("rmse", "mae", "r2", "pearson", "qwk", "perplexity")
-"""Errors and correlations, which may happen to be between 0 and 1."""
-SIDES = {1: "is better", -1: "is worse"}
-
-
-def of_all(found: Measured) -> str:
-    """The verdict on each side beside the first one."""
-    corrected = f" (p by Holm for {len(found.against)} comparisons)" if len(found.against) > 1 else ""
-    return "; ".join(of_one(one) for one in found.against) + corrected
+NON_SHARE_SCORES = ("rmse", "mae", "r2", "pearson", "qwk", "perplexity")
+"""Errors and correlations, whose values may lie between 0 and 1."""
+VERDICT_PHRASES = {1: "is better", -1: "is worse"}
 
 
-def of_one(found: Against) -> str:
+def format_verdicts(answer_comparison: AnswerComparison) -> str:
+    """Format the verdict on each candidate against the first one."""
+    corrected = (
+        f" (p by Holm for {len(answer_comparison.results)} comparisons)" if len(answer_comparison.results) > 1 else ""
+    )
+    return "; ".join(format_verdict(result) for result in answer_comparison.results) + corrected
+
+
+def format_verdict(candidate_result: CandidateResult) -> str:
     """`B (wide) is better: accuracy 0.927 against 0.915, +1.2 points (0.4 to 2.0), p 0.003, on 3,080 rows`."""
-    one = found.headline
-    rows = f"{one.rows:,} row{'' if one.rows == 1 else 's'}"
-    if one.verdict:
-        return f"{found.side} {SIDES[one.verdict]}: {figures(one)}, on {rows}"
-    return f"{found.side} cannot be told apart on {rows}: {figures(one)}{_needs(one)}"
-
-
-def _needs(one: Difference) -> str:
-    """How many rows it would take, or why that cannot be said."""
-    if one.rows < LEAST:
-        return f"; fewer than {LEAST} rows tell nothing"
-    seen = significance.seen(one)
-    if seen == 0:
-        return "; every row is answered as well by both"
-    # A difference that is next to nothing would take rows without end: a point is asked about in its place.
-    asked = max(abs(one.difference), 0.01) if is_share(one) else abs(one.difference)
-    if asked == 0 or asked >= seen:
-        return f"; so many rows show a difference of {size(one, seen)}"
-    rows = f"{significance.needed(one, asked):,}"
-    return f"; a difference below {size(one, seen)} needs more rows, one of {size(one, asked)} about {rows}"
-
-
-def figures(one: Difference) -> str:
-    """Both scores, the other side's first; their difference with its interval; p."""
+    headline = candidate_result.headline
+    rows = f"{headline.rows:,} row{'' if headline.rows == 1 else 's'}"
+    if headline.verdict:
+        return (
+            f"{candidate_result.candidate} {VERDICT_PHRASES[headline.verdict]}: {format_difference(headline)}, on "
+            f"{rows}"
+        )
     return (
-        f"{named(one)} {score(one, one.other)} against {score(one, one.first)}, {change(one)}, p {probability(one.p)}"
+        f"{candidate_result.candidate} is not significantly different on {rows}: "
+        f"{format_difference(headline)}{_format_required_rows(headline)}"
     )
 
 
-def is_share(one: Difference) -> bool:
-    """Whether the score is a share, whose differences are told in points: of an error the unit is the targets' own."""
-    return one.name not in NO_SHARES and not is_error(one.name) and 0 <= one.first <= 1 and 0 <= one.other <= 1
+def _format_required_rows(difference: Difference) -> str:
+    """Format the required number of rows, or the reason why it is unknown."""
+    if difference.rows < MIN_ROWS:
+        return f"; at least {MIN_ROWS} rows are needed"
+    detectable = significance.minimum_detectable_effect(difference)
+    if detectable == 0:
+        return "; both predict all rows equally well"
+    # A tiny difference would need millions of rows, so use a point instead.
+    effect = max(abs(difference.difference), 0.01) if is_share(difference) else abs(difference.difference)
+    if effect == 0 or effect >= detectable:
+        return f"; these rows can detect a difference of {format_size(difference, detectable)}"
+    rows = f"{significance.required_sample_size(difference, effect):,}"
+    return (
+        f"; a difference below {format_size(difference, detectable)} needs more rows, one of "
+        f"{format_size(difference, effect)} about {rows}"
+    )
+
+
+def format_difference(difference: Difference) -> str:
+    """Format both scores (the other model's first), their difference with its interval, and p."""
+    return (
+        f"{format_score_name(difference)} {format_score(difference, difference.other)} against "
+        f"{format_score(difference, difference.first)}, {format_change(difference)}, p "
+        f"{format_p_value(difference.p)}"
+    )
+
+
+def is_share(difference: Difference) -> bool:
+    """Whether the score is a share, with differences in points. Errors have the unit of the targets."""
+    return (
+        difference.name not in NON_SHARE_SCORES
+        and not is_error(difference.name)
+        and 0 <= difference.first <= 1
+        and 0 <= difference.other <= 1
+    )
 
 
 def is_error(name: str) -> bool:
-    """Whether a score is the negative of an error, which is shown as it is: smaller is better."""
+    """Whether a score is a negated error. It is shown as the error: smaller is better."""
     return name.startswith("neg_")
 
 
-def named(one: Difference) -> str:
-    return score_name(one.name.removeprefix("neg_"))
+def format_score_name(difference: Difference) -> str:
+    return humanize_score_name(difference.name.removeprefix("neg_"))
 
 
-def score(one: Difference, value: float) -> str:
-    return f"{value:.3f}" if is_share(one) else three(-value if is_error(one.name) else value)
+def format_score(difference: Difference, value: float) -> str:
+    return (
+        f"{value:.3f}" if is_share(difference) else format_significant(-value if is_error(difference.name) else value)
+    )
 
 
-def change(one: Difference) -> str:
-    """`+1.2 points (0.4 to 2.0)`; of an error, `-0.020 (-0.036 to -0.004)`."""
-    if is_share(one):
-        return f"{100 * one.difference:+.1f} points ({100 * one.low:.1f} to {100 * one.high:.1f})"
-    value, low, high = one.difference, one.low, one.high
-    if is_error(one.name):
+def format_change(difference: Difference) -> str:
+    """Format `+1.2 points (0.4 to 2.0)`, or `-0.020 (-0.036 to -0.004)` for an error."""
+    if is_share(difference):
+        return f"{100 * difference.difference:+.1f} points ({100 * difference.low:.1f} to {100 * difference.high:.1f})"
+    value, low, high = difference.difference, difference.low, difference.high
+    if is_error(difference.name):
         value, low, high = -value, -high, -low
-    return f"{'+' if value >= 0 else ''}{three(value)} ({three(low)} to {three(high)})"
+    return (
+        f"{'+' if value >= 0 else ''}{format_significant(value)} ({format_significant(low)} to "
+        f"{format_significant(high)})"
+    )
 
 
-def size(one: Difference, value: float) -> str:
-    return f"{100 * value:.1f} points" if is_share(one) else three(value)
+def format_size(difference: Difference, value: float) -> str:
+    return f"{100 * value:.1f} points" if is_share(difference) else format_significant(value)
 
 
-def probability(p: float) -> str:
+def format_p_value(p: float) -> str:
     return f"{p:.3f}" if p >= 0.0095 else f"{p:.1g}" if p >= 1e-4 else "below 0.0001"

@@ -1,189 +1,219 @@
-"""Promote, hold or refuse: what was measured beside what is allowed. Pure: nothing is loaded, read or timed here.
+"""The decision to promote, hold or refuse, from measurements and limits. Pure functions.
 
-A word is said of each subject (the score, each slice, each bucket of lengths, ...); the worst of them is the verdict.
-`refuse`: it is worse than allowed, and not by chance. `hold`: that cannot be told, with these rows or on this machine.
+Each subject (the score, each slice, each length bucket, ...) has its own decision; the worst is the verdict. `refuse`:
+the candidate is significantly worse than allowed. `hold`: these rows, or this machine, do not decide it.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from rtrain.config import Gate
-from rtrain.evaluation import compare_summary as words
-from rtrain.evaluation.differences import Flipped, Slice
+from rtrain.config import GateConfig
+from rtrain.evaluation import compare_summary
+from rtrain.evaluation.differences import McNemarTest, SliceDifference
 from rtrain.evaluation.significance import ALPHA, Difference
-from rtrain.metrics.slices import LEAST
-from rtrain.report.stats import wilson
+from rtrain.metrics.slices import MIN_ROWS
+from rtrain.report.stats import wilson_interval
 
-Word = Literal["promote", "hold", "refuse"]
-WORDS: tuple[Word, ...] = ("promote", "hold", "refuse")
-"""The better ones first."""
-RULED_OUT = 3
-"""The interval of the score must exclude a loss of so many times the allowed one: else rows by the dozen, of which each
-is a point or more, would promote anything."""
+Decision = Literal["promote", "hold", "refuse"]
+DECISIONS: tuple[Decision, ...] = ("promote", "hold", "refuse")
+"""The best first."""
+EXCLUDED_DROP_FACTOR = 3
+"""The score's interval must exclude this multiple of the allowed drop. Otherwise a few dozen rows, each worth a point
+or more, would promote any candidate."""
 
 
 @dataclass(frozen=True)
-class Limits:
-    """What is allowed: the settings `gate` for the kind of candidate at hand."""
+class GateLimits:
+    """Limits of the settings `gate` for one kind of candidate."""
 
-    loss: float
-    slice_loss: float
-    lost: float
-    speedup: float
-    megabytes: float | None = None
-    memory_mb: float | None = None
+    max_score_drop: float
+    max_slice_drop: float
+    max_negative_flips: float
+    min_speedup: float
+    max_megabytes: float | None = None
+    max_memory_mb: float | None = None
 
 
-def limits(settings: Gate, student: bool) -> Limits:
-    """`student`: the base is the candidate's teacher."""
-    return Limits(
-        settings.student_loss if student else settings.loss,
-        settings.student_slice_loss if student else settings.slice_loss,
-        settings.student_lost if student else settings.lost,
-        settings.speedup,
-        settings.megabytes,
-        settings.memory_mb,
+def make_limits(settings: GateConfig, is_student: bool) -> GateLimits:
+    """Select the limits; `is_student`: the baseline is the candidate's teacher."""
+    return GateLimits(
+        settings.student_max_score_drop if is_student else settings.max_score_drop,
+        settings.student_max_slice_drop if is_student else settings.max_slice_drop,
+        settings.student_max_negative_flips if is_student else settings.max_negative_flips,
+        settings.min_speedup,
+        settings.max_megabytes,
+        settings.max_memory_mb,
     )
 
 
 @dataclass(frozen=True)
-class Speed:
-    """Latency of texts of similar length, asked one at a time; milliseconds."""
+class LatencyComparison:
+    """Latency of texts of similar length, one per call, in milliseconds."""
 
     bucket: str
-    base_p50: float
-    base_p99: float
+    baseline_p50: float
+    baseline_p99: float
     p50: float
     p99: float
     calls: int
-    """How many each side answered."""
+    """Calls of each model."""
     ratio: float
-    """The base's median divided by the candidate's: the median over rounds."""
+    """Baseline median / candidate median; the median over rounds."""
     low: float
     high: float
-    """Interval of the ratio, from the rounds."""
+    """Interval of the ratio over rounds."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class GateMeasurements:
     headline: Difference | None
-    """The candidate beside its base; None where there were no rows, or none that could be scored."""
-    flipped: Flipped | None = None
-    """Right answers lost and won; None where answers are not right or wrong."""
-    right: int = 0
-    """Rows that the base has right."""
-    slices: tuple[Slice, ...] = ()
-    speeds: tuple[Speed, ...] = ()
+    """Candidate against baseline; None without scorable rows."""
+    mcnemar: McNemarTest | None = None
+    """Correct answers lost and won; None for answers that are not right or wrong."""
+    baseline_correct: int = 0
+    """Rows with a correct answer of the baseline."""
+    slices: tuple[SliceDifference, ...] = ()
+    speeds: tuple[LatencyComparison, ...] = ()
     megabytes: float = 0.0
     memory_mb: float | None = None
-    faults: tuple[str, ...] = ()
-    """Why the candidate cannot stand in for its base whatever it scores, or cannot be asked at all."""
-    unscored: str = ""
-    """Why there is no `headline`."""
-    inherited: tuple[Word, str] | None = None
-    """What the gate has said of the base, where that is no `promote`."""
+    rejection_reasons: tuple[str, ...] = ()
+    """Reasons to refuse the candidate whatever its score."""
+    unscored_reason: str = ""
+    """Reason for a missing `headline`."""
+    inherited_verdict: tuple[Decision, str] | None = None
+    """Verdict of the baseline, unless it is `promote`."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    word: Word
+class GateFinding:
+    decision: Decision
     text: str
 
 
 @dataclass(frozen=True)
-class Verdict:
-    word: Word
+class GateVerdict:
+    decision: Decision
     reasons: tuple[str, ...]
-    """What has led to the word."""
-    findings: tuple[Finding, ...]
-    """All that was looked at, the worst first."""
+    """Texts of the findings with this decision."""
+    findings: tuple[GateFinding, ...]
+    """All findings, the worst first."""
 
     @property
     def sentence(self) -> str:
-        return f"{self.word}: {'; '.join(self.reasons)}"
+        return f"{self.decision}: {'; '.join(self.reasons)}"
 
 
-def decide(measured: Measured, allowed: Limits) -> Verdict:
-    """The worst word of all findings; a worse measurement never has a better one."""
-    found = sorted(_findings(measured, allowed), key=lambda one: -WORDS.index(one.word))
-    return Verdict(found[0].word, tuple(one.text for one in found if one.word == found[0].word), tuple(found))
+def decide(measured: GateMeasurements, limits: GateLimits) -> GateVerdict:
+    """Return the worst decision of all findings. It is monotone: a worse measurement never improves it."""
+    findings = sorted(_collect_findings(measured, limits), key=lambda finding: -DECISIONS.index(finding.decision))
+    return GateVerdict(
+        findings[0].decision,
+        tuple(finding.text for finding in findings if finding.decision == findings[0].decision),
+        tuple(findings),
+    )
 
 
-def _findings(measured: Measured, allowed: Limits) -> Iterator[Finding]:
-    yield from (Finding("refuse", fault) for fault in measured.faults)
-    if measured.inherited is not None:
-        yield Finding(*measured.inherited)
+def _collect_findings(measured: GateMeasurements, limits: GateLimits) -> Iterator[GateFinding]:
+    yield from (GateFinding("refuse", reason) for reason in measured.rejection_reasons)
+    if measured.inherited_verdict is not None:
+        yield GateFinding(*measured.inherited_verdict)
     if measured.headline is not None:
-        yield _score(measured.headline, allowed.loss)
-    elif not measured.faults:
-        yield Finding("hold", measured.unscored or "there were no rows to score")
-    if measured.flipped is not None and measured.right:
-        yield _lost(measured.flipped, measured.right, allowed.lost)
-    yield from _slices(measured.slices, allowed.slice_loss)
-    yield from (_speed(one, allowed.speedup) for one in measured.speeds)
-    yield from _most("its files take", measured.megabytes, allowed.megabytes)
-    yield from _most("loaded, it takes", measured.memory_mb, allowed.memory_mb)
+        yield _judge_score(measured.headline, limits.max_score_drop)
+    elif not measured.rejection_reasons:
+        yield GateFinding("hold", measured.unscored_reason or "there are no rows to score")
+    if measured.mcnemar is not None and measured.baseline_correct:
+        yield _judge_negative_flips(measured.mcnemar, measured.baseline_correct, limits.max_negative_flips)
+    yield from _judge_slices(measured.slices, limits.max_slice_drop)
+    yield from (_judge_speed(speed, limits.min_speedup) for speed in measured.speeds)
+    yield from _judge_limit("its files take", measured.megabytes, limits.max_megabytes)
+    yield from _judge_limit("loaded, it takes", measured.memory_mb, limits.max_memory_mb)
 
 
-def _score(one: Difference, share: float) -> Finding:
-    if one.rows < LEAST:
-        return Finding("hold", f"{one.rows} row{'' if one.rows == 1 else 's'} tell nothing; {LEAST} are the least")
-    if one.first == one.other == 0:
-        return Finding("hold", f"{words.figures(one)}, on {one.rows:,} rows: nothing that could be lost")
-    most = share * abs(one.first)
-    told = f"{words.figures(one)}, on {one.rows:,} rows; {words.size(one, most)} may be lost"
-    if one.difference < -most:
-        sure = one.high < 0 and one.p < ALPHA
-        return Finding("refuse", told) if sure else Finding("hold", f"{told}, and this may be chance: more rows tell")
-    if one.low < -RULED_OUT * most:
-        return Finding("hold", f"{told}, and so few rows do not rule out {words.size(one, RULED_OUT * most)}")
-    return Finding("promote", told)
-
-
-def _lost(flipped: Flipped, right: int, most: float) -> Finding:
-    share = flipped.lost / right
-    told = (
-        f"{flipped.lost:,} of the base's {right:,} right answers are lost ({share:.1%}, and {flipped.won:,} won); "
-        f"{most:.1%} may be lost"
+def _judge_score(difference: Difference, max_relative_drop: float) -> GateFinding:
+    if difference.rows < MIN_ROWS:
+        return GateFinding(
+            "hold",
+            f"{difference.rows} row{'' if difference.rows == 1 else 's'} are too few; at least {MIN_ROWS} are needed",
+        )
+    if difference.first == difference.other == 0:
+        return GateFinding(
+            "hold", f"{compare_summary.format_difference(difference)}, on {difference.rows:,} rows: both scores are 0"
+        )
+    max_drop = max_relative_drop * abs(difference.first)
+    text = (
+        f"{compare_summary.format_difference(difference)}, on {difference.rows:,} rows; "
+        f"{compare_summary.format_size(difference, max_drop)} may be lost"
     )
-    if share <= most:
-        return Finding("promote", told)
-    if right >= LEAST and wilson(flipped.lost, right)[0] > most:
-        return Finding("refuse", told)
-    return Finding("hold", f"{told}, and this may be chance: more rows tell")
+    if difference.difference < -max_drop:
+        is_significant = difference.high < 0 and difference.p < ALPHA
+        return (
+            GateFinding("refuse", text)
+            if is_significant
+            else GateFinding("hold", f"{text}, which may be chance: use more rows")
+        )
+    if difference.low < -EXCLUDED_DROP_FACTOR * max_drop:
+        return GateFinding(
+            "hold",
+            f"{text}; these rows do not exclude a drop of "
+            f"{compare_summary.format_size(difference, EXCLUDED_DROP_FACTOR * max_drop)}",
+        )
+    return GateFinding("promote", text)
 
 
-def _slices(slices: Sequence[Slice], share: float) -> Iterator[Finding]:
-    """A finding for each slice that is too bad, or one for all. Many slices of few rows differ by chance: one that is
-    worse by its own interval is held, and refused where p, corrected for their number, says so too."""
-    bad = []
-    for one in slices:
-        difference = one.difference
-        most = share * abs(difference.first)
-        if difference.difference < -most and difference.high < 0:
-            told = (
-                f"where {one.column} is {one.value}: {words.figures(difference)}, on {difference.rows:,} rows; "
-                f"{words.size(difference, most)} may be lost in a slice"
+def _judge_negative_flips(mcnemar: McNemarTest, baseline_correct: int, max_share: float) -> GateFinding:
+    share = mcnemar.lost / baseline_correct
+    text = (
+        f"{mcnemar.lost:,} of the baseline's {baseline_correct:,} correct answers are lost ({share:.1%}, and "
+        f"{mcnemar.won:,} won); "
+        f"{max_share:.1%} may be lost"
+    )
+    if share <= max_share:
+        return GateFinding("promote", text)
+    if baseline_correct >= MIN_ROWS and wilson_interval(mcnemar.lost, baseline_correct)[0] > max_share:
+        return GateFinding("refuse", text)
+    return GateFinding("hold", f"{text}, which may be chance: use more rows")
+
+
+def _judge_slices(slices: Sequence[SliceDifference], max_relative_drop: float) -> Iterator[GateFinding]:
+    """Yield a finding for each slice below the limit, or one for all slices.
+
+    Many small slices differ by chance. A slice below the limit by its own interval is held; it is refused if the
+    corrected p is significant too.
+    """
+    findings = []
+    for slice_ in slices:
+        difference = slice_.difference
+        max_drop = max_relative_drop * abs(difference.first)
+        if difference.difference < -max_drop and difference.high < 0:
+            text = (
+                f"where {slice_.column} is {slice_.value}: {compare_summary.format_difference(difference)}, on "
+                f"{difference.rows:,} rows; "
+                f"{compare_summary.format_size(difference, max_drop)} may be lost in a slice"
             )
-            bad.append(Finding("refuse" if difference.p < ALPHA else "hold", told))
-    if slices and not bad:
-        bad = [Finding("promote", f"none of {len(slices)} slices is worse by more than {share:.0%}, chance apart")]
-    yield from bad
+            findings.append(GateFinding("refuse" if difference.p < ALPHA else "hold", text))
+    if slices and not findings:
+        findings = [
+            GateFinding(
+                "promote", f"none of {len(slices)} slices is significantly worse by more than {max_relative_drop:.0%}"
+            )
+        ]
+    yield from findings
 
 
-def _speed(one: Speed, least: float) -> Finding:
-    told = (
-        f"{one.bucket}: {one.ratio:.2f} times as fast as its base ({one.low:.2f} to {one.high:.2f}; {one.p50:.2f} ms "
-        f"against {one.base_p50:.2f}); {least:g} is the least"
+def _judge_speed(speed: LatencyComparison, min_speedup: float) -> GateFinding:
+    text = (
+        f"{speed.bucket}: {speed.ratio:.2f} times as fast as the baseline ({speed.low:.2f} to {speed.high:.2f}; "
+        f"{speed.p50:.2f} ms "
+        f"against {speed.baseline_p50:.2f}); the limit is {min_speedup:g}"
     )
-    if one.low >= least:
-        return Finding("promote", told)
-    if one.high < least:
-        return Finding("refuse", told)
-    return Finding("hold", f"{told}, and this machine is too noisy to tell")
+    if speed.low >= min_speedup:
+        return GateFinding("promote", text)
+    if speed.high < min_speedup:
+        return GateFinding("refuse", text)
+    return GateFinding("hold", f"{text}; this machine is too noisy to decide")
 
 
-def _most(what: str, value: float | None, most: float | None) -> Iterator[Finding]:
-    if value is not None and most is not None:
-        yield Finding("refuse" if value > most else "promote", f"{what} {value:.1f} MB; {most:g} may be taken")
+def _judge_limit(subject: str, value: float | None, limit: float | None) -> Iterator[GateFinding]:
+    if value is not None and limit is not None:
+        yield GateFinding("refuse" if value > limit else "promote", f"{subject} {value:.1f} MB; the limit is {limit:g}")

@@ -1,4 +1,4 @@
-"""One side against the first one: scores with intervals, McNemar's test, slices, flipped rows."""
+"""A candidate against the first one: scores with intervals, McNemar's test, slices, changed predictions."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -8,39 +8,39 @@ import numpy as np
 from rtrain.core.errors import UserError
 from rtrain.data.store.store import Store
 from rtrain.evaluation import changed_predictions, row_scores, significance
-from rtrain.evaluation.candidates import Side
-from rtrain.evaluation.pairing import Paired
-from rtrain.evaluation.row_scores import Judged, Sheet
+from rtrain.evaluation.candidates import Candidate
+from rtrain.evaluation.pairing import PairedAnswers
+from rtrain.evaluation.row_scores import RowAnswers, RowScores
 from rtrain.evaluation.significance import Difference
 from rtrain.metrics import per_class
-from rtrain.metrics.scores import LENGTH, MOST_SLICES
-from rtrain.metrics.slices import LEAST, Group, groups, quantiles
-from rtrain.metrics.sums import Additive, Bools, Ints
+from rtrain.metrics.scores import LENGTH_COLUMN, MAX_SLICES
+from rtrain.metrics.slices import MIN_ROWS, SliceRows, bin_by_quantile, group_rows
+from rtrain.metrics.sums import Bools, Ints, SumMetric
 from rtrain.report import stats
 
-SLICE_REPLICATES = 1000
-"""The fewest resamples of a slice."""
-REPLICATES_A_SLICE = 80
-"""Resamples of each slice for every slice that there is: the least p, of 2 in so many, is below 0.05 after Holm's
-correction too."""
+MIN_SLICE_REPLICATES = 1000
+"""Fewest resamples of a slice."""
+REPLICATES_PER_SLICE = 80
+"""Resamples of each slice, times the number of slices. The least p, 2 / resamples, is below 0.05 after Holm's
+correction."""
 
 
 @dataclass(frozen=True)
-class Slice:
+class SliceDifference:
     column: str
     value: str
     difference: Difference
-    """Its p is corrected for the number of slices, by Holm's method."""
+    """p is corrected for the number of slices by Holm's method."""
 
     @property
     def verdict(self) -> int:
-        """1: the other side is better there, -1: worse, 0: not told apart."""
+        """1: the other model is better, -1: worse, 0: not significant."""
         return self.difference.verdict
 
 
 @dataclass(frozen=True)
-class Flipped:
-    """McNemar's test: how many rows only the first side has right, how many only the other, and the exact p."""
+class McNemarTest:
+    """McNemar's test: rows that only the first model has right, rows that only the other has right, and the exact p."""
 
     lost: int
     won: int
@@ -48,153 +48,179 @@ class Flipped:
 
 
 @dataclass(frozen=True)
-class Against:
-    """What is found of a side beside the first one."""
+class CandidateResult:
+    """Results of one candidate against the first one."""
 
-    side: Side
+    candidate: Candidate
     headline: Difference
-    """Its p is corrected for the number of sides; for classes it is the larger of the bootstrap's and McNemar's."""
+    """p is corrected for the number of candidates; for classes it is the larger of the bootstrap's and McNemar's."""
     scores: tuple[Difference, ...]
-    """Every score, p as the bootstrap gives it."""
-    mcnemar: Flipped | None
-    slices: tuple[Slice, ...]
-    """Those where the side is worst first."""
-    kinds: tuple[changed_predictions.Kind, ...]
-    classes: Sequence[per_class.Class] = ()
-    """Scores of each class by both sides."""
+    """All scores with the p of the bootstrap."""
+    mcnemar: McNemarTest | None
+    slices: tuple[SliceDifference, ...]
+    """The worst slices first."""
+    change_groups: tuple[changed_predictions.ChangeGroup, ...]
+    classes: Sequence[per_class.ClassResult] = ()
+    """Scores of each class by both models."""
 
 
 @dataclass(frozen=True)
-class Measured:
+class AnswerComparison:
     split: str
     rows: int
-    of: tuple[int, ...]
-    """All rows of each side's file."""
-    left_out: int
-    """Common rows that the sides have cut to different lengths."""
-    against: tuple[Against, ...]
+    split_rows: tuple[int, ...]
+    """Rows of each candidate's file."""
+    excluded_rows: int
+    """Common rows that were truncated to different lengths."""
+    results: tuple[CandidateResult, ...]
 
 
-def measure(sides: Sequence[Side], paired: Paired) -> Measured:
-    """Each side against the first one, on the common rows."""
-    judged, at = _judged(sides, paired)
-    if not len(at[0]):
+def compare_answers(candidates: Sequence[Candidate], paired: PairedAnswers) -> AnswerComparison:
+    """Compare each candidate with the first one on the common rows."""
+    scored_rows, positions = _score_candidates(candidates, paired)
+    if not len(positions[0]):
         raise UserError(
-            f"none of the {len(paired):,} common rows has targets that can be compared: their texts were cut to other "
-            "lengths, or the heads are not the same; compare runs of one data.max_tokens and one set of heads",
+            f"none of the {len(paired):,} common rows has comparable targets: texts were truncated to different "
+            "lengths, or the heads differ; compare runs with the same data.max_tokens and heads",
             code="no_common_rows",
         )
-    found = [_against(sides, paired, at, judged, place) for place in range(1, len(sides))]
-    corrected = stats.holm([one.headline.p for one in found])
-    return Measured(
+    results = [
+        _compare_candidate(candidates, paired, positions, scored_rows, place) for place in range(1, len(candidates))
+    ]
+    corrected = stats.holm_correction([result.headline.p for result in results])
+    return AnswerComparison(
         split=paired.split,
-        rows=len(at[0]),
-        of=tuple(len(answers.rows) for answers in paired.answers),
-        left_out=len(paired) - len(at[0]),
-        against=tuple(
-            replace(one, headline=replace(one.headline, p=p)) for one, p in zip(found, corrected, strict=True)
+        rows=len(positions[0]),
+        split_rows=tuple(len(answers.rows) for answers in paired.answers),
+        excluded_rows=len(paired) - len(positions[0]),
+        results=tuple(
+            replace(result, headline=replace(result.headline, p=p))
+            for result, p in zip(results, corrected, strict=True)
         ),
     )
 
 
-def headline(sides: Sequence[Side], paired: Paired) -> Difference:
-    """The headline of the second of two sides beside the first."""
-    (first, other), _ = _judged(sides, paired)
-    return _headline(sides[0].output, first, other)[0]
+def compare_headline(candidates: Sequence[Candidate], paired: PairedAnswers) -> Difference:
+    """Compare the headline score of two candidates."""
+    (first, other), _ = _score_candidates(candidates, paired)
+    return _compare_headline_scores(candidates[0].output, first, other)[0]
 
 
-def _judged(sides: Sequence[Side], paired: Paired) -> tuple[list[Judged], list[Ints]]:
-    """What each side's answers are worth, and the places of the judged rows in its file."""
-    output = sides[0].output
-    targets = [answers.rows.target[at] for answers, at in zip(paired.answers, paired.at, strict=True)]
-    target, same = row_scores.reconciled(output, targets)
-    at = [own[same] for own in paired.at]
-    sheets = [_sheet(side, paired, place, at[place], target[same]) for place, side in enumerate(sides)]
+def _score_candidates(candidates: Sequence[Candidate], paired: PairedAnswers) -> tuple[list[RowScores], list[Ints]]:
+    """Score each candidate's rows: (scores, positions of the scored rows in each file)."""
+    output = candidates[0].output
+    targets = [answers.rows.target[at] for answers, at in zip(paired.answers, paired.positions, strict=True)]
+    target, is_same = row_scores.merge_targets(output, targets)
+    positions = [places[is_same] for places in paired.positions]
+    row_answers = [
+        _make_row_answers(side, paired, place, positions[place], target[is_same])
+        for place, side in enumerate(candidates)
+    ]
     if output == "number":
-        for side, sheet in zip(sides, sheets, strict=True):
-            if not np.isfinite(sheet.prediction.astype(np.float64)).all():
-                reason = "answers with what is no finite number: its training has gone astray"
-                raise UserError(f"{side} {reason}; compare runs that have learned something", code="not_finite")
-        # On the scale of the first: scores by two scales say nothing of each other.
-        sheets = [sheet._replace(facts=sheets[0].facts) for sheet in sheets]
-    if any(sheet.store is None for sheet in sheets):
-        # By what all of them have: a summary whose store is gone is judged by its loss, and so are the others.
-        sheets = [sheet._replace(store=None) for sheet in sheets]
-    if any("outside" in sheet.facts for sheet in sheets):
-        # A side that knows of no outside is right of no such row.
-        sheets = [sheet._replace(facts={"outside": "", **sheet.facts}) for sheet in sheets]
-    return [row_scores.judge(output, sheet) for sheet in sheets], at
+        for candidate, entry in zip(candidates, row_answers, strict=True):
+            if not np.isfinite(entry.prediction.astype(np.float64)).all():
+                reason = "has predictions that are not finite, since its training diverged"
+                raise UserError(f"{candidate} {reason}; compare other runs", code="not_finite")
+        # One scale for all, so that scores are comparable.
+        row_answers = [sheet._replace(facts=row_answers[0].facts) for sheet in row_answers]
+    if any(sheet.store is None for sheet in row_answers):
+        # A summary without its store is scored by its loss, and then all are.
+        row_answers = [sheet._replace(store=None) for sheet in row_answers]
+    if any("out_of_scope_label" in sheet.facts for sheet in row_answers):
+        # A model without an out-of-scope label is wrong on all out-of-scope rows.
+        row_answers = [sheet._replace(facts={"out_of_scope_label": "", **sheet.facts}) for sheet in row_answers]
+    return [row_scores.score_rows(output, sheet) for sheet in row_answers], positions
 
 
-def _headline(output: str, first: Judged, other: Judged) -> tuple[Difference, Flipped | None, list[Difference]]:
-    """(the headline with the p that decides, McNemar's test of classes, every score)."""
-    scores = significance.differences(first.scores, other.scores)
-    found = next(one for one in scores if one.name == first.headline)
-    flipped = count_flips(first.right, other.right) if output == "classes" else None
-    return (found if flipped is None else replace(found, p=max(found.p, flipped.p))), flipped, scores
+def _compare_headline_scores(
+    output: str, first: RowScores, other: RowScores
+) -> tuple[Difference, McNemarTest | None, list[Difference]]:
+    """Return (headline with its deciding p, McNemar's test of classes, all scores)."""
+    scores = significance.compare_scores(first.scores, other.scores)
+    headline = next(score for score in scores if score.name == first.headline)
+    mcnemar = count_flips(first.is_correct, other.is_correct) if output == "classes" else None
+    return (headline if mcnemar is None else replace(headline, p=max(headline.p, mcnemar.p))), mcnemar, scores
 
 
-def _sheet(side: Side, paired: Paired, place: int, at: Ints, target: row_scores.Column) -> Sheet:
-    # Only a summary is judged by more than its file holds; another kind must not fail for want of the store.
-    answers, where = paired.answers[place], side.run.store if side.output == "summary" else None
-    return Sheet(
+def _make_row_answers(
+    candidate: Candidate, paired: PairedAnswers, index: int, positions: Ints, target: row_scores.AnswerColumn
+) -> RowAnswers:
+    # Only summaries need the token store for scoring.
+    answers, store_path = paired.answers[index], candidate.run.token_store if candidate.output == "summary" else None
+    return RowAnswers(
         target=target,
-        prediction=answers.rows.prediction[at],
-        loss=answers.rows.loss[at],
-        facts={} if side.made is None else side.made.facts,
-        store=None if where is None else Store(where),
+        prediction=answers.rows.prediction[positions],
+        loss=answers.rows.loss[positions],
+        facts={} if candidate.metadata is None else candidate.metadata.facts,
+        store=None if store_path is None else Store(store_path),
         split=paired.split,
-        position=answers.position[at],
+        positions=answers.positions[positions],
     )
 
 
-def _against(
-    sides: Sequence[Side], paired: Paired, at: Sequence[Ints], judged: Sequence[Judged], place: int
-) -> Against:
-    first, other = judged[0], judged[place]
-    decisive, flipped, scores = _headline(sides[0].output, first, other)
+def _compare_candidate(
+    candidates: Sequence[Candidate],
+    paired: PairedAnswers,
+    positions: Sequence[Ints],
+    scored_rows: Sequence[RowScores],
+    index: int,
+) -> CandidateResult:
+    first, other = scored_rows[0], scored_rows[index]
+    headline, mcnemar, scores = _compare_headline_scores(candidates[0].output, first, other)
     rows = paired.answers[0].rows
-    columns = {name: [values[row] for row in at[0]] for name, values in rows.slices.items()}
-    if LENGTH not in columns:
-        columns[LENGTH] = quantiles(rows.tokens[at[0]])
-    letters = (sides[0].letter, sides[place].letter)
-    both = (paired.answers[0], paired.answers[place])
-    return Against(
-        side=sides[place],
-        headline=decisive,
+    columns = {name: [values[row] for row in positions[0]] for name, values in rows.slices.items()}
+    if LENGTH_COLUMN not in columns:
+        columns[LENGTH_COLUMN] = bin_by_quantile(rows.tokens[positions[0]])
+    letters = (candidates[0].letter, candidates[index].letter)
+    answer_pair = (paired.answers[0], paired.answers[index])
+    return CandidateResult(
+        candidate=candidates[index],
+        headline=headline,
         scores=tuple(scores),
-        mcnemar=flipped,
-        slices=tuple(slices(first.main, other.main, first.headline, columns)),
-        kinds=tuple(changed_predictions.kinds(sides[0].output, first, other, both, (at[0], at[place]), letters)),
+        mcnemar=mcnemar,
+        slices=tuple(compare_slices(first.slice_scores, other.slice_scores, first.headline, columns)),
+        change_groups=tuple(
+            changed_predictions.group_changes(
+                candidates[0].output, first, other, answer_pair, (positions[0], positions[index]), letters
+            )
+        ),
         classes=per_class.pair_classes(first.classes, other.classes),
     )
 
 
-def count_flips(first: Bools | None, other: Bools | None) -> Flipped | None:
-    """Right answers lost and won; None where answers are not right or wrong."""
+def count_flips(first: Bools | None, other: Bools | None) -> McNemarTest | None:
+    """Count correct answers lost and won; None for answers that are not right or wrong."""
     if first is None or other is None:
         return None
     lost, won = int((first & ~other).sum()), int((~first & other).sum())
-    return Flipped(lost, won, significance.mcnemar(lost, won))
+    return McNemarTest(lost, won, significance.mcnemar_p_value(lost, won))
 
 
-def slices(
-    first: Additive, other: Additive, headline: str, columns: Mapping[str, Sequence[str]], least: int = LEAST
-) -> list[Slice]:
-    """The difference on the rows of each value, where it is the worst first. Rare values are one slice, and so are all
-    but the `MOST_SLICES` most frequent. A column in which all rows have one value says nothing, nor do fewer than
-    `LEAST` rows."""
-    parts: list[tuple[str, Group]] = []
+def compare_slices(
+    first: SumMetric, other: SumMetric, headline: str, columns: Mapping[str, Sequence[str]], min_rows: int = MIN_ROWS
+) -> list[SliceDifference]:
+    """Compare the rows of each slice, the worst slice first.
+
+    Rare values, and values beyond the `MAX_SLICES` most frequent, are merged into one slice. Columns with a single
+    value and slices below `MIN_ROWS` rows are omitted.
+    """
+    parts: list[tuple[str, SliceRows]] = []
     for column, values in columns.items():
-        every = groups(values, 1 if column == LENGTH else least, MOST_SLICES)
-        parts += [(column, one) for one in every if len(one.rows) >= LEAST] if len(every) > 1 else []
-    replicates, found = max(SLICE_REPLICATES, REPLICATES_A_SLICE * len(parts)), list[Difference]()
+        value_groups = group_rows(values, 1 if column == LENGTH_COLUMN else min_rows, MAX_SLICES)
+        parts += (
+            [(column, value_group) for value_group in value_groups if len(value_group.rows) >= MIN_ROWS]
+            if len(value_groups) > 1
+            else []
+        )
+    replicates, differences = max(MIN_SLICE_REPLICATES, REPLICATES_PER_SLICE * len(parts)), list[Difference]()
     for _, part in parts:
-        a, b = (Additive(side.rows[part.rows], side.score) for side in (first, other))
-        found.append(next(one for one in significance.differences(a, b, replicates) if one.name == headline))
-    corrected = stats.holm([one.p for one in found])
-    made = [
-        Slice(column, part.value, replace(one, p=p))
-        for (column, part), one, p in zip(parts, found, corrected, strict=True)
+        a, b = (SumMetric(candidate.rows[part.rows], candidate.score) for candidate in (first, other))
+        differences.append(
+            next(score for score in significance.compare_scores(a, b, replicates) if score.name == headline)
+        )
+    corrected = stats.holm_correction([difference.p for difference in differences])
+    slice_differences = [
+        SliceDifference(column, part.value, replace(one, p=p))
+        for (column, part), one, p in zip(parts, differences, corrected, strict=True)
     ]
-    return sorted(made, key=lambda one: one.difference.difference)
+    return sorted(slice_differences, key=lambda slice_difference: slice_difference.difference.difference)

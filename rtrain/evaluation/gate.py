@@ -1,10 +1,10 @@
-"""The gate: measure a candidate beside its base on this machine, decide, and write the verdict into the artefact.
+"""The gate: measure a candidate against its baseline on this machine, decide, write the verdict into the artifact.
 
-The document that `run` returns, and that artifact.json keeps as `gate`:
-{"schema_version", "verdict", "reasons", "findings": [{"word", "text"}], "version": of the candidate, "against":
-{"name", "version", "folder"}, "student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
-"classes": [`rtrain.metrics.per_class`], "latency": [speed by bucket], "megabytes", "base_megabytes", "memory_mb",
-"base_memory_mb", "read_otherwise", "unknown_labels", "trained_on", "limits", "host", "made", "seconds",
+`run_gate` returns this document, and artifact.json stores it as `gate`:
+{"schema_version", "verdict", "reasons", "findings": [{"decision", "text"}], "version": of the candidate, "baseline":
+{"name", "version", "folder"}, "is_student", "rows", "source", "headline", "scores": [difference], "mcnemar", "slices",
+"classes": [`rtrain.metrics.per_class`], "latency": [speed by bucket], "megabytes", "baseline_megabytes", "memory_mb",
+"baseline_memory_mb", "differing_rows", "unknown_labels", "excluded_rows", "limits", "host", "created_at", "seconds",
 "rivals": [`rtrain.evaluation.baseline_comparison.Rival`]}.
 """
 
@@ -21,16 +21,16 @@ from typing import Any
 
 import rtrain
 from rtrain import config as configuration
-from rtrain.config import Data, Gate
+from rtrain.config import DataConfig, GateConfig
 from rtrain.core import env, events
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.ragged import Ints
 from rtrain.core.run_folder import Run
 from rtrain.data import row_reader
 from rtrain.data.store.store import Store
-from rtrain.evaluation import baseline_comparison as plain, decision, gate_rows, latency, memory_footprint
-from rtrain.evaluation.decision import Measured, Word
-from rtrain.evaluation.gate_rows import Answers, Both, Judged, Reading, Unequal
+from rtrain.evaluation import baseline_comparison, decision, gate_rows, latency, memory_footprint
+from rtrain.evaluation.decision import Decision, GateMeasurements
+from rtrain.evaluation.gate_rows import AnswerPair, CachedAnswers, CandidateScores, IncomparableModels, TokenizationSpec
 from rtrain.inference import artifact, score
 from rtrain.inference.artifact import Artifact, ArtifactError
 from rtrain.inference.predictor import Predictor
@@ -38,218 +38,261 @@ from rtrain.models import int8_support
 from rtrain.report.row_predictions import SPLITS
 from rtrain.runs import run_folders
 
-SCHEMA_VERSION = 1
-NO_RECIPE = "intent"
-"""The recipe whose limits hold for an artefact outside of its run."""
-Say = Callable[[dict[str, Any]], None]
+SCHEMA_VERSION = 2
+DEFAULT_RECIPE = "intent"
+"""The recipe whose limits apply to an artifact outside of its run."""
+OnEvent = Callable[[dict[str, Any]], None]
 
 
 @dataclass(frozen=True)
-class Sides:
+class GateRequest:
     candidate: Path
-    base: Path
-    rows: Store | Data
-    """A run's token store, whose test rows are taken (or its validation rows, where it has no test rows), or a file."""
-    trained: Store | None = None
-    """The rows that the base was trained on: the plain models are too."""
+    baseline: Path
+    rows: Store | DataConfig
+    """Rows to predict: a token store (its test rows, or its validation rows if it has no test rows) or a file."""
+    training_store: Store | None = None
+    """Training rows of the baseline; the reference models are trained on them too."""
     threads: int = 1
-    """Threads of each engine: as many as serve it."""
-    known: Answers | None = None
-    """The base's and the candidate's answers to all test rows of the store, where somebody has asked already."""
-    among: tuple[str, Ints] | None = None
-    """A split of the store and positions in it, in place of its test rows."""
-    timed: bool = True
-    """Whether latency is measured. Not of two models that are computed alike: a ratio would be the machine's."""
-    further: tuple[Store, ...] = ()
-    """Where the rows are a store's: others with the same rows, as one of the sides has read them. Where they are a
-    file's: the stores that the sides were trained from, as far as they are still there."""
+    """Threads of each engine, as in serving."""
+    cached_answers: CachedAnswers | None = None
+    """Known answers of baseline and candidate to all test rows of the store."""
+    subset: tuple[str, Ints] | None = None
+    """A split of the store and positions in it; replaces the test rows."""
+    measures_latency: bool = True
+    """Whether to measure latency. For models of the same cost the ratio would be noise of the machine."""
+    extra_stores: tuple[Store, ...] = ()
+    """With a store as `rows`: stores of the same rows with another tokenizer. With a file: the training stores of both
+    models, if they still exist."""
 
 
-def default_base(candidate: Path) -> Path | None:
-    """The float artefact of the run that a candidate lies in; None where that is the candidate, or there is none."""
-    float_one = Run(candidate.parent).artifact
-    return float_one if float_one != candidate and (float_one / artifact.NAME).is_file() else None
+def find_default_baseline(candidate: Path) -> Path | None:
+    """Find the float artifact of the candidate's run; None if it is the candidate or missing."""
+    float_artifact = Run(candidate.parent).artifact
+    return float_artifact if float_artifact != candidate and (float_artifact / artifact.FILE_NAME).is_file() else None
 
 
-def find(candidate: Path, base: Path, overrides: Mapping[str, Any]) -> tuple[Sides, Gate]:
-    """What is set beside what, on which rows, by which limits. `overrides` are dotted settings: `data.path` is a file
-    of rows, `gate.*` the limits; all else is that of the candidate's run, or of its base's."""
-    run = next((run for run in (Run(candidate.parent), Run(base.parent)) if run.exists), None)
+def prepare_request(candidate: Path, baseline: Path, overrides: Mapping[str, Any]) -> tuple[GateRequest, GateConfig]:
+    """Resolve both artifacts, the rows and the limits.
+
+    `overrides` are dotted settings: `data.path` is a file of rows, `gate.*` the limits. Other settings come from the
+    run of the candidate, or of the baseline.
+    """
+    run = next((run for run in (Run(candidate.parent), Run(baseline.parent)) if run.exists), None)
     settings = {name: value for name, value in overrides.items() if not name.startswith("data.")}
-    chosen = configuration.load(NO_RECIPE, settings) if run is None else run_folders.stored(run.folder, settings)
-    base_made = artifact.read(base)
-    own = score.trained_from(candidate, artifact.read(candidate))
-    theirs = score.trained_from(base, base_made, beside=own)
-    stores = [store for store in (theirs, own) if store is not None]
-    of_rows = {name: value for name, value in overrides.items() if name.startswith("data.")}
-    if "data.path" in of_rows:
-        rows: Any = score.settings_for_scores(base_made, of_rows)
-        row_reader.inspect(rows)  # before two models are loaded for them
-    elif of_rows:
+    config = (
+        configuration.load_config(DEFAULT_RECIPE, settings)
+        if run is None
+        else run_folders.load_config(run.folder, settings)
+    )
+    baseline_metadata = artifact.read_artifact(baseline)
+    candidate_store = score.find_training_store(candidate, artifact.read_artifact(candidate))
+    baseline_store = score.find_training_store(baseline, baseline_metadata, sibling_store=candidate_store)
+    stores = [store for store in (baseline_store, candidate_store) if store is not None]
+    data_settings = {name: value for name, value in overrides.items() if name.startswith("data.")}
+    if "data.path" in data_settings:
+        rows: Any = score.resolve_scoring_settings(baseline_metadata, data_settings)
+        row_reader.inspect_source(rows)  # before two models are loaded
+    elif data_settings:
         fix = "write --data with a file of rows, or leave it out"
         raise ConfigError(
             [
                 Problem(
-                    min(of_rows), None, "says how a file is read, and none is named", fix, code="conflicting_settings"
+                    min(data_settings),
+                    None,
+                    "sets how a file is read, but there is no file",
+                    fix,
+                    code="conflicting_settings",
                 )
             ]
         )
     elif not stores:
-        reason = "neither lies in a run whose token store is still there"
+        reason = "neither has a run with a token store"
         raise UserError(
-            f"no rows to judge {candidate} and {base} on: {reason}; write --data with a file of rows", code="no_rows"
+            f"no rows for {candidate} and {baseline}: {reason}; write --data with a file of rows",
+            code="no_rows",
         )
     else:
         rows = stores[0]
-    threads = chosen.deploy.serve.threads
-    further = tuple(store for store in stores if store is not rows)
-    return Sides(candidate, base, rows, theirs, threads, further=further), chosen.recipe.gate
+    threads = config.deploy.serve.threads
+    extra_stores = tuple(store for store in stores if store is not rows)
+    return GateRequest(
+        candidate, baseline, rows, baseline_store, threads, extra_stores=extra_stores
+    ), config.recipe.gate
 
 
-def run(
-    sides: Sides,
-    settings: Gate,
+def run_gate(
+    request: GateRequest,
+    settings: GateConfig,
     *,
-    thorough: bool = False,
-    fits: bool = False,
-    on_event: Say = lambda event: None,
+    measures_memory: bool = False,
+    trains_rivals: bool = False,
+    on_event: OnEvent = lambda event: None,
 ) -> dict[str, Any]:
-    """Measure and decide; returns the document above. Nothing is written.
+    """Measure and decide; returns the document above and writes nothing.
 
-    `thorough`: memory is measured too. `fits`: plain models are trained where the run's report has not measured them on
-    these rows. A candidate that cannot be asked is refused; a base that cannot be asked is the caller's mistake, and
-    raises `UserError`.
+    A candidate that cannot be loaded or compared is refused.
+
+    Args:
+        measures_memory: measure memory also without a limit.
+        trains_rivals: train the reference models that the run's report has not measured on these rows.
+
+    Raises:
+        UserError: the baseline cannot be loaded.
     """
-    started = time.perf_counter()
-    if sides.candidate.resolve() == sides.base.resolve():
+    started_at = time.perf_counter()
+    if request.candidate.resolve() == request.baseline.resolve():
         raise UserError(
-            f"{sides.candidate} is both candidate and base; name the artefact that it is to replace", code="named_twice"
+            f"{request.candidate} is both candidate and baseline; name the artifact that it will replace",
+            code="duplicate_name",
         )
-    made, base_made = artifact.read(sides.candidate), artifact.read(sides.base)
-    student = base_made.version != "" and made.lineage.get("teacher") == base_made.version
-    allowed = decision.limits(settings, student)
-    with _torch_threads():
-        both, judged, fault = _answers(sides, on_event)
-        speeds: list[decision.Speed] = []
-        if both is not None and sides.timed:
-            on_event(events.doing("measuring latency beside the base's", "latency"))
-            asked = latency.chosen(both.lengths.tolist())
-            every = [row for positions in asked.values() for row in positions]
-            speeds = latency.measure(both.base.asker(every), both.candidate.asker(every), asked, settings.seconds)
+    metadata, baseline_metadata = artifact.read_artifact(request.candidate), artifact.read_artifact(request.baseline)
+    is_student = baseline_metadata.version != "" and metadata.lineage.get("teacher") == baseline_metadata.version
+    limits = decision.make_limits(settings, is_student)
+    with _restore_torch_threads():
+        pair, scores, rejection_reason = _collect_answers(request, on_event)
+        speeds: list[decision.LatencyComparison] = []
+        if pair is not None and request.measures_latency:
+            on_event(events.make_phase_event("measuring the latency of both models", "latency"))
+            latency_rows = latency.choose_rows(pair.lengths.tolist())
+            timed_rows = [row for positions in latency_rows.values() for row in positions]
+            speeds = latency.measure_latency(
+                pair.baseline.make_row_answerer(timed_rows),
+                pair.candidate.make_row_answerer(timed_rows),
+                latency_rows,
+                settings.latency_seconds,
+            )
         rivals: list[dict[str, Any]] = []
-        if both is not None:
-            on_event(events.doing("asking plain models the same rows", "rivals"))
-            rivals = plain.measure(both, sides.trained, sides.base, _of_report(sides, both), fits=fits)
+        if pair is not None:
+            on_event(events.make_phase_event("measuring reference models on the same rows", "rivals"))
+            rivals = baseline_comparison.measure_rivals(
+                pair,
+                request.training_store,
+                request.baseline,
+                _read_reported_rivals(request, pair),
+                trains_rivals=trains_rivals,
+            )
     memory: list[float | None] = [None, None]
-    if (thorough or settings.memory_mb is not None) and not fault:
-        on_event(events.doing("measuring memory", "memory"))
-        memory = [memory_footprint.memory_mb(folder, sides.threads) for folder in (sides.candidate, sides.base)]
-    measured = Measured(
-        judged.headline,
-        judged.flipped,
-        judged.right,
-        judged.slices,
+    if (measures_memory or settings.max_memory_mb is not None) and not rejection_reason:
+        on_event(events.make_phase_event("measuring memory", "memory"))
+        memory = [
+            memory_footprint.measure_memory_mb(folder, request.threads)
+            for folder in (request.candidate, request.baseline)
+        ]
+    measurements = GateMeasurements(
+        scores.headline,
+        scores.mcnemar,
+        scores.baseline_correct,
+        scores.slices,
         tuple(speeds),
-        memory_footprint.files_mb(sides.candidate),
+        memory_footprint.measure_files_mb(request.candidate),
         memory[0],
-        (fault,) if fault else (),
-        judged.unscored,
-        _inherited(base_made),
+        (rejection_reason,) if rejection_reason else (),
+        scores.unscored_reason,
+        _inherit_verdict(baseline_metadata),
     )
-    told = decision.decide(measured, allowed)
+    verdict = decision.decide(measurements, limits)
     return {
         "schema_version": SCHEMA_VERSION,
-        "verdict": told.word,
-        "reasons": list(told.reasons),
-        "findings": [asdict(one) for one in told.findings],
-        "version": made.version,
-        "against": {"name": base_made.name, "version": base_made.version, "folder": str(sides.base.absolute())},
-        "student": student,
-        "rows": 0 if both is None else len(both.lengths),
-        "source": "" if both is None else both.source,
-        "headline": None if judged.headline is None else asdict(judged.headline),
-        "scores": [asdict(one) for one in judged.scores],
-        "mcnemar": None if judged.flipped is None else asdict(judged.flipped),
-        "slices": [asdict(one) for one in judged.slices],
-        "classes": list(judged.classes),
-        "latency": [asdict(one) for one in speeds],
-        "megabytes": round(measured.megabytes, 2),
-        "base_megabytes": round(memory_footprint.files_mb(sides.base), 2),
+        "verdict": verdict.decision,
+        "reasons": list(verdict.reasons),
+        "findings": [asdict(finding) for finding in verdict.findings],
+        "version": metadata.version,
+        "baseline": {
+            "name": baseline_metadata.name,
+            "version": baseline_metadata.version,
+            "folder": str(request.baseline.absolute()),
+        },
+        "is_student": is_student,
+        "rows": 0 if pair is None else len(pair.lengths),
+        "source": "" if pair is None else pair.source,
+        "headline": None if scores.headline is None else asdict(scores.headline),
+        "scores": [asdict(difference) for difference in scores.scores],
+        "mcnemar": None if scores.mcnemar is None else asdict(scores.mcnemar),
+        "slices": [asdict(slice_difference) for slice_difference in scores.slices],
+        "classes": list(scores.classes),
+        "latency": [asdict(speed) for speed in speeds],
+        "megabytes": round(measurements.megabytes, 2),
+        "baseline_megabytes": round(memory_footprint.measure_files_mb(request.baseline), 2),
         "memory_mb": memory[0],
-        "base_memory_mb": memory[1],
-        "read_otherwise": 0 if both is None else both.otherwise,
-        "unknown_labels": 0 if both is None else int(both.base.unknown.sum()),
-        "trained_on": 0 if both is None else both.trained_on,
-        "limits": asdict(allowed),
-        "host": host(sides.threads),
-        "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "seconds": round(time.perf_counter() - started, 1),
+        "baseline_memory_mb": memory[1],
+        "differing_rows": 0 if pair is None else pair.differing_rows,
+        "unknown_labels": 0 if pair is None else int(pair.baseline.has_unknown_label.sum()),
+        "excluded_rows": 0 if pair is None else pair.excluded_rows,
+        "limits": asdict(limits),
+        "host": describe_host(request.threads),
+        "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "seconds": round(time.perf_counter() - started_at, 1),
         "rivals": rivals,
     }
 
 
-def _answers(sides: Sides, on_event: Say) -> tuple[Both | None, Judged, str]:
-    """(both sides' answers, what they are worth, why the candidate cannot be asked)."""
-    nothing = Judged(None, (), None, 0, ())
-    base = Predictor.load(sides.base, sides.threads)
+def _collect_answers(request: GateRequest, on_event: OnEvent) -> tuple[AnswerPair | None, CandidateScores, str]:
+    """Predict and score the rows: (answers of both, their scores, why the candidate is rejected)."""
+    no_scores = CandidateScores(None, (), None, 0, ())
+    baseline = Predictor.load(request.baseline, request.threads)
     try:
-        candidate = Predictor.load(sides.candidate, sides.threads)
+        candidate = Predictor.load(request.candidate, request.threads)
     except ArtifactError as error:
-        return None, nothing, str(error)
+        return None, no_scores, str(error)
     try:
-        if isinstance(sides.rows, Data):
-            on_event(events.doing("both models answer the rows of the file", "answers"))
-            both = gate_rows.of_file(base, candidate, sides.rows, sides.further)
+        if isinstance(request.rows, DataConfig):
+            on_event(events.make_phase_event("both models predict the rows of the file", "answers"))
+            pair = gate_rows.answer_file(baseline, candidate, request.rows, request.extra_stores)
         else:
-            split = next((name for name in SPLITS if sides.rows.rows(name)), None)
+            split = next((name for name in SPLITS if request.rows.num_rows(name)), None)
             positions = None
-            if sides.among is not None:
-                split, positions = sides.among
+            if request.subset is not None:
+                split, positions = request.subset
             if split is None:
-                unscored = "the run has no test rows and no validation rows; name rows by --data"
-                return None, Judged(None, (), None, 0, (), unscored), ""
-            count = sides.rows.rows(split) if positions is None else len(positions)
-            on_event(events.doing(f"both models answer {count:,} {split} rows", "answers"))
-            readings = Reading.of(sides.base, base.artifact), Reading.of(sides.candidate, candidate.artifact)
-            known = sides.known if split == "test" else None
-            stores = (sides.rows, *sides.further)
-            both = gate_rows.of_store(base, candidate, stores, split, readings, known, positions)
-    except Unequal as error:
-        return None, nothing, str(error)
-    return both, gate_rows.judge(both), ""
+                unscored = "the run has neither test rows nor validation rows; write --data with a file of rows"
+                return None, CandidateScores(None, (), None, 0, (), unscored), ""
+            count = request.rows.num_rows(split) if positions is None else len(positions)
+            on_event(events.make_phase_event(f"both models predict {count:,} {split} rows", "answers"))
+            tokenizations = (
+                TokenizationSpec.from_artifact(request.baseline, baseline.artifact),
+                TokenizationSpec.from_artifact(request.candidate, candidate.artifact),
+            )
+            cached_answers = request.cached_answers if split == "test" else None
+            stores = (request.rows, *request.extra_stores)
+            pair = gate_rows.answer_store(baseline, candidate, stores, split, tokenizations, cached_answers, positions)
+    except IncomparableModels as error:
+        return None, no_scores, str(error)
+    return pair, gate_rows.score_candidate(pair), ""
 
 
-def _of_report(sides: Sides, both: Both) -> Mapping[str, plain.Rival]:
-    """What the report of a run has measured of plain models, where all rows of one of its splits are asked: of sides
-    that read texts otherwise, some rows may have been left out."""
-    if isinstance(sides.rows, Data) or sides.among is not None:
+def _read_reported_rivals(request: GateRequest, pair: AnswerPair) -> Mapping[str, baseline_comparison.Rival]:
+    """Read the reference models of a run's report, if the gate uses all rows of a split.
+
+    Models with different tokenizers may have only part of the rows.
+    """
+    if isinstance(request.rows, DataConfig) or request.subset is not None:
         return {}
-    split = next(name for name in SPLITS if sides.rows.rows(name))
-    if len(both.lengths) != sides.rows.rows(split):
+    split = next(name for name in SPLITS if request.rows.num_rows(name))
+    if len(pair.lengths) != request.rows.num_rows(split):
         return {}
-    return plain.of_report(sides.rows, split, (sides.candidate, sides.base))
+    return baseline_comparison.read_reported_rivals(request.rows, split, (request.candidate, request.baseline))
 
 
-def _inherited(base: Artifact) -> tuple[Word, str] | None:
-    """The verdict on a base that was refused, or that was made smaller itself: what is as good as a bad one is bad."""
-    if (refused := artifact.refusal(base.gate, base.version)) is not None:
-        return "refuse", f"its base has the verdict refuse: {refused}"
-    if not artifact.is_compressed(base):
-        return None  # it had nothing to be worse than
-    if base.gate is None or base.gate.get("version") != base.version:
-        return "hold", "its base was made smaller too, and no gate has looked at that one"
-    if base.gate.get("verdict") == "promote":
+def _inherit_verdict(baseline: Artifact) -> tuple[Decision, str] | None:
+    """Inherit the verdict of a compressed or refused baseline: equal quality is not enough then."""
+    if (rejection_reason := artifact.rejection_reason(baseline.gate, baseline.version)) is not None:
+        return "refuse", f"its baseline has the verdict refuse: {rejection_reason}"
+    if not artifact.is_compressed(baseline):
+        return None  # an original model needs no gate
+    if baseline.gate is None or baseline.gate.get("version") != baseline.version:
+        return "hold", "its baseline is compressed too and was not gated"
+    if baseline.gate.get("verdict") == "promote":
         return None
-    return "hold", f"its base has the verdict hold: {'; '.join(base.gate.get('reasons', ()))}"
+    return "hold", f"its baseline has the verdict hold: {'; '.join(baseline.gate.get('reasons', ()))}"
 
 
-def host(threads: int) -> dict[str, Any]:
-    """The machine that a verdict holds for."""
+def describe_host(threads: int) -> dict[str, Any]:
+    """Describe this machine; a verdict holds for one machine."""
     return {
         "name": platform.node(),
         "processor": platform.machine(),
-        "int8": list(int8_support.of_processor().instructions),
-        "cores": env.cores(),
+        "int8": list(int8_support.detect_int8().instructions),
+        "cores": env.available_cores(),
         "threads": threads,
         "python": platform.python_version(),
         "rtrain": rtrain.__version__,
@@ -257,37 +300,37 @@ def host(threads: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _torch_threads() -> Iterator[None]:
-    """The engine of a float model sets torch's threads for the whole process: afterwards they are as they were."""
+def _restore_torch_threads() -> Iterator[None]:
+    """Restore torch's thread count: a float engine sets it for the whole process."""
     torch = sys.modules.get("torch")
-    before = None if torch is None else torch.get_num_threads()
+    thread_count = None if torch is None else torch.get_num_threads()
     try:
         yield
     finally:
-        if torch is not None and before is not None:
-            torch.set_num_threads(before)
+        if torch is not None and thread_count is not None:
+            torch.set_num_threads(thread_count)
 
 
-# ------------------------------------------------------------------------------------------------------- the artefact
+# ------------------------------------------------------------------------------------------------------- the artifact
 
 
-def record(folder: Path, document: dict[str, Any]) -> Artifact:
-    """Write the verdict into a published artefact, which is replaced as a whole: its files are linked, not copied."""
-    folder = folder.resolve()  # a link may be on another file system than what it names
+def record_verdict(folder: Path, document: dict[str, Any]) -> Artifact:
+    """Write the verdict into a published artifact. The folder is replaced as a whole, with hard links to its files."""
+    folder = folder.resolve()  # a symlink may be on another file system than its target
     draft = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}")
     try:
         shutil.copytree(folder, draft, copy_function=_link)
-        made = artifact.judged(draft, document)
-        artifact.publish(draft, folder)
+        metadata = artifact.write_gate_verdict(draft, document)
+        artifact.publish_artifact(draft, folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
-    return made
+    return metadata
 
 
 def _link(source: str, target: str) -> None:
-    """Link a file, or copy it where the file system has no links; those that will be rewritten are copied."""
-    if Path(source).name not in artifact.REWRITTEN:
+    """Hard-link a file. Copy it if it will be rewritten or if the file system has no hard links."""
+    if Path(source).name not in artifact.FILES_REWRITTEN_BY_GATE:
         try:
             Path(target).hardlink_to(source)
             return

@@ -1,9 +1,8 @@
-"""The same rows, answered by both sides: each reads them by its own tokenizer and answers through its own engine.
+"""Rows that both models predict, each with its own tokenizer and engine.
 
-Rows come from a file, or from the token stores of the runs that the sides are of. A store holds tokens: each side gets
-those that it was trained from, as long as it still has the tokenizer that made them. Rows of two stores are joined by
-their ids. A side without a store of its own reads the texts that the other one's has kept, so that a wrong tokenizer
-shows in the score.
+Rows come from a file, or from the token stores of both runs. A model reads the tokens of its training store if its
+tokenizer made that store. Rows of two stores are joined by their ids. A model without a store tokenizes the texts in
+the other model's store, so that a wrong tokenizer lowers its score.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,131 +13,140 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.config import Data
-from rtrain.core.errors import ConfigError, Problem, UserError, quoted
-from rtrain.core.ragged import Encoded, Head, Int32s, Ints, Ragged, Tokens, pack
+from rtrain.config import DataConfig
+from rtrain.core.errors import ConfigError, Problem, UserError, quote_value
+from rtrain.core.ragged import EncodedRow, Head, Int32s, Ints, RaggedArray, TokenBatch, collate
 from rtrain.data import contamination, row_reader
-from rtrain.data.row_reader import Record
+from rtrain.data.row_reader import SourceRow
 from rtrain.data.sources import digests
 from rtrain.data.store.store import Store
 from rtrain.evaluation import significance
-from rtrain.evaluation.differences import Flipped, Slice, count_flips, slices
-from rtrain.evaluation.row_scores import keep_scores
+from rtrain.evaluation.differences import McNemarTest, SliceDifference, compare_slices, count_flips
+from rtrain.evaluation.row_scores import select_scores
 from rtrain.evaluation.significance import Difference
 from rtrain.inference import score
 from rtrain.inference.artifact import Artifact
 from rtrain.inference.predictor import Predictor
 from rtrain.metrics import per_class
-from rtrain.metrics.registry import ACCURACY_WITH_REFUSALS, metric_for
-from rtrain.metrics.scores import LENGTH
-from rtrain.metrics.slices import quantiles
-from rtrain.report.stats import sample
+from rtrain.metrics.registry import ACCURACY_WITH_ABSTENTIONS, get_metric
+from rtrain.metrics.scores import LENGTH_COLUMN
+from rtrain.metrics.slices import bin_by_quantile
+from rtrain.report.stats import sample_rows
 from rtrain.trainer.evaluate import SEED
 
-MOST_ROWS = 10_000
-"""Rows of a store that are answered; of more, so many are drawn, always the same ones."""
-Answers = tuple[score.Answered, score.Answered]
-"""The base's and the candidate's."""
+MAX_ROWS = 10_000
+"""Most rows of a store that are predicted; a larger split is sampled with a fixed seed."""
+CachedAnswers = tuple[score.PredictedRows, score.PredictedRows]
+"""Answers of the baseline and of the candidate."""
 
 
 @dataclass(frozen=True, eq=False)
-class Side:
-    """What one side made of the rows."""
+class ModelAnswers:
+    """The rows as one model reads and predicts them."""
 
     predictor: Predictor
-    tokens: Tokens
-    answered: score.Answered
-    targets: Ragged
+    tokens: TokenBatch
+    answers: score.PredictedRows
+    targets: RaggedArray
     head: Head
-    """What outcomes and targets mean."""
-    unknown: npt.NDArray[np.bool_]
+    """Head of the answers and targets."""
+    has_unknown_label: npt.NDArray[np.bool_]
 
-    def asker(self, rows: Iterable[int]) -> Callable[[int], object]:
-        """What answers one of these rows alone, from its tokens on: what a request costs without tokenizer and HTTP."""
+    def make_row_answerer(self, rows: Iterable[int]) -> Callable[[int], object]:
+        """Make a function that predicts one row alone from its tokens: a request without tokenizer and HTTP."""
         task, head = self.predictor.task, self.predictor.head
-        alone = {row: task.prepare(self.tokens.pick([row]), head, SEED, 0) for row in rows}
+        single_rows = {row: task.prepare(self.tokens.take([row]), head, SEED, 0) for row in rows}
 
         def ask(row: int) -> object:
-            tokens = alone[row]
-            return task.outputs(self.predictor.run_tokens(tokens), tokens, head)
+            tokens = single_rows[row]
+            return task.row_outputs(self.predictor.run_tokens(tokens), tokens, head)
 
         return ask
 
 
 @dataclass(frozen=True, eq=False)
-class Both:
-    """Both sides' answers to the same rows."""
+class AnswerPair:
+    """Answers of both models to the same rows."""
 
-    base: Side
-    candidate: Side
+    baseline: ModelAnswers
+    candidate: ModelAnswers
     columns: Mapping[str, Sequence[str | None]]
-    """Values of each row by column: what slices are made of."""
+    """Values of each row by column, for slices."""
     source: str
-    """Where the rows come from."""
-    otherwise: int = 0
-    """Rows that the candidate reads as other tokens than its base does."""
-    trained_on: int | None = 0
-    """Rows that were left out since the candidate was trained on them, and of a file those of its base and the
-    validation rows of both too; None where the stores do not tell."""
+    """Source of the rows."""
+    differing_rows: int = 0
+    """Rows whose tokens differ between the two models."""
+    excluded_rows: int | None = 0
+    """Rows that were excluded because the candidate was trained on them. In a file, training rows of the baseline and
+    validation rows of both are excluded too. None if the stores do not tell."""
 
     @property
     def lengths(self) -> Int32s:
-        """Tokens of each row, as the base reads it."""
-        return self.base.tokens.lengths_of_rows
+        """Tokens of each row with the baseline's tokenizer."""
+        return self.baseline.tokens.row_lengths
 
     @property
     def texts(self) -> list[str]:
-        """The rows as the base's tokens spell them."""
-        tokens = self.base.tokens
-        each = [row.tolist() for row in Ragged(tokens.ids, tokens.lengths_of_rows)]
-        found: list[str] = self.base.predictor.tokenizer.decode_batch(each)
-        return found
+        """Decoded tokens of the baseline."""
+        tokens = self.baseline.tokens
+        row_ids = [row.tolist() for row in RaggedArray(tokens.ids, tokens.row_lengths)]
+        texts: list[str] = self.baseline.predictor.tokenizer.decode_batch(row_ids)
+        return texts
 
 
-class Unequal(UserError):
-    """The candidate does not answer the question that its base answers, or not in a way that can be judged."""
+class IncomparableModels(UserError):
+    """The candidate's answers cannot be compared with the baseline's."""
 
 
 # --------------------------------------------------------------------------------------------------------- answering
 
 
-def of_file(base: Predictor, candidate: Predictor, data: Data, stores: Sequence[Store] = ()) -> Both:
-    """Both sides on the test rows of a file without those that one of them has learned from, as far as `stores` tell.
-    Raises `ConfigError` where no row is left, or none can be judged: of two models without one right answer, none
-    would be worse."""
-    _same_task(base, candidate)
-    rows, _ = score.rows_of(row_reader.inspect(data), data, base.task)
-    good = score.sound_rows(rows, data)
-    seen = _seen((base.artifact, candidate.artifact), stores, good)
-    if seen is not None:
-        good = [row for row, is_seen in zip(good, seen.tolist(), strict=True) if not is_seen]
-        if not good:
-            reason = f"each of its {len(seen):,} rows is a training or validation row of the two models"
-            fix = "name rows that neither has seen, or leave --data out to take the run's test rows"
+def answer_file(
+    baseline: Predictor, candidate: Predictor, data: DataConfig, stores: Sequence[Store] = ()
+) -> AnswerPair:
+    """Predict the test rows of a file with both models, without rows that one of them was trained on (by `stores`).
+
+    Raises `ConfigError` if no row is left, or if no label of the rows is known: two models without a correct answer
+    would be equal.
+    """
+    _check_same_task(baseline, candidate)
+    rows, _ = score.read_scored_rows(row_reader.inspect_source(data), data, baseline.task)
+    usable_rows = score.select_usable_rows(rows, data)
+    is_training_row = _find_seen_rows((baseline.artifact, candidate.artifact), stores, usable_rows)
+    if is_training_row is not None:
+        usable_rows = [row for row, is_seen in zip(usable_rows, is_training_row.tolist(), strict=True) if not is_seen]
+        if not usable_rows:
+            reason = f"each of its {len(is_training_row):,} rows is a training or validation row of one of the models"
+            fix = "name a file of new rows, or omit --data to use the run's test rows"
             raise ConfigError([Problem("data.path", data.path, reason, fix, code="no_unseen_rows")])
-    columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
+    columns = {name: [row.slices[place] for row in usable_rows] for place, name in enumerate(data.slices)}
 
-    def side(predictor: Predictor) -> Side:
-        asked = score.ask(predictor, good)
-        if asked.unknown.all() and not asked.strange:
-            known = " and ".join(quoted(label) for label in predictor.head.labels[: score.EXAMPLES])
-            theirs = " and ".join(score.examples(good, asked))
-            reason = f"each row has a label that the model lacks, such as {theirs}; the model's are such as {known}"
-            raise ConfigError(
-                [Problem("data.label", data.label, reason, "name the column that has them", code="other_labels")]
+    def answer_rows(predictor: Predictor) -> ModelAnswers:
+        inputs = score.encode_rows(predictor, usable_rows)
+        if inputs.has_unknown_label.all() and not inputs.unknown_labels:
+            model_labels = " and ".join(quote_value(label) for label in predictor.head.labels[: score.MAX_EXAMPLES])
+            row_labels = " and ".join(score.list_unknown_labels(usable_rows, inputs))
+            reason = (
+                f"each row has a label that the model lacks, e.g. {row_labels}; labels of the model are e.g. "
+                f"{model_labels}"
             )
-        answered = score.answer(predictor, asked.tokens.lengths_of_rows, asked.tokens.pick, keep=_keeps(predictor))
-        answered = replace(answered, outcomes=asked.outcomes(base.task, answered.outcomes))
-        return Side(predictor, asked.tokens, answered, asked.targets, asked.head, asked.unknown)
+            raise ConfigError(
+                [Problem("data.label", data.label, reason, "name the column of the labels", code="label_mismatch")]
+            )
+        answers = score.predict_rows(
+            predictor, inputs.tokens.row_lengths, inputs.tokens.take, keep_outputs=_keeps_outputs(predictor)
+        )
+        answers = replace(answers, row_results=inputs.align_row_results(baseline.task, answers.row_results))
+        return ModelAnswers(predictor, inputs.tokens, answers, inputs.targets, inputs.head, inputs.has_unknown_label)
 
-    first, other = side(base), side(candidate)
-    trained_on = None if seen is None else int(seen.sum())
-    otherwise = _otherwise(first.tokens, other.tokens)
-    return Both(first, other, columns, str(data.path), otherwise, trained_on)
+    first, other = answer_rows(baseline), answer_rows(candidate)
+    excluded_rows = None if is_training_row is None else int(is_training_row.sum())
+    differing_rows = _count_differing_rows(first.tokens, other.tokens)
+    return AnswerPair(first, other, columns, str(data.path), differing_rows, excluded_rows)
 
 
-class Reading(NamedTuple):
-    """What decides which tokens a text becomes; sides of which it is equal read alike."""
+class TokenizationSpec(NamedTuple):
+    """Everything that determines the tokens of a text. Models with equal specs have equal tokens."""
 
     tokenizer: str
     """Digest of tokenizer.json."""
@@ -147,319 +155,394 @@ class Reading(NamedTuple):
     max_windows: int | None
 
     @classmethod
-    def of(cls, folder: Path, made: Artifact) -> "Reading":
+    def from_artifact(cls, folder: Path, metadata: Artifact) -> "TokenizationSpec":
         return cls(
-            digests.tokenizer_digest(folder), made.max_tokens, made.facts.get("stride"), made.facts.get("max_windows")
+            digests.hash_tokenizer(folder),
+            metadata.max_tokens,
+            metadata.facts.get("stride"),
+            metadata.facts.get("max_windows"),
         )
 
 
-class Rows(NamedTuple):
-    """Rows of a store as a side reads them."""
+class StoreRows(NamedTuple):
+    """Rows of a store as one model reads them."""
 
-    tokens: Tokens
-    targets: Ragged
+    tokens: TokenBatch
+    targets: RaggedArray
     head: Head
-    """What the targets mean."""
+    """Head of the targets."""
 
 
-def of_store(
-    base: Predictor,
+def answer_store(
+    baseline: Predictor,
     candidate: Predictor,
     stores: Sequence[Store],
     split: str,
-    readings: tuple[Reading, Reading],
-    known: Answers | None = None,
-    among: Ints | None = None,
-) -> Both:
-    """Both sides on the rows of a split. The first of `stores` says which rows these are; the others hold the same rows
-    as other tokenizers read them. `readings`: the base's and the candidate's.
+    tokenizations: tuple[TokenizationSpec, TokenizationSpec],
+    cached_answers: CachedAnswers | None = None,
+    subset: Ints | None = None,
+) -> AnswerPair:
+    """Predict the rows of a split with both models.
 
-    `known`: the base's and the candidate's answers to all rows of the split; they are asked anew where rows are drawn.
-    `among`: positions, in the first store, of the rows that count; else all do.
+    Rows that only the candidate was trained on are excluded (`_exclude_trained_rows`).
 
-    Rows on which the candidate alone was trained are left out (`_unseen`). Raises `Unequal` where its
-    labels, or its tokens, cannot be set beside those of the rows.
+    Args:
+        stores: the first defines the rows; the others hold the same rows with other tokenizers.
+        tokenizations: of the baseline and of the candidate.
+        cached_answers: answers to all rows of the split; unused if rows are sampled.
+        subset: positions in the first store; None for all rows.
+
+    Raises:
+        IncomparableModels: labels or tokens of the candidate do not match those of the rows.
     """
-    _same_task(base, candidate)
-    store, alike = stores[0], readings[0] == readings[1]
-    every = np.arange(store.rows(split), dtype=np.int64) if among is None else among
-    left, trained_on = _unseen(candidate.artifact, stores, split, every)
-    positions = left[sample(len(left), MOST_ROWS)]
-    asked = len(positions)
-    own = [_own(side, reading, stores) for side, reading in zip((base, candidate), readings, strict=True)]
-    numbers: Ints | None = None
-    if alike:
-        rows = (_rows(store, split, positions),) * 2
-    elif joined := _joined(split, positions, store, own):
-        rows, positions = joined
-        numbers = _numbers(candidate, base)  # each has the numbers of its own vocabulary
+    _check_same_task(baseline, candidate)
+    store, is_same_tokenization = stores[0], tokenizations[0] == tokenizations[1]
+    all_positions = np.arange(store.num_rows(split), dtype=np.int64) if subset is None else subset
+    remaining, excluded_rows = _exclude_trained_rows(candidate.artifact, stores, split, all_positions)
+    positions = remaining[sample_rows(len(remaining), MAX_ROWS)]
+    requested_rows = len(positions)
+    model_stores = [
+        _find_training_store(model, reading, stores)
+        for model, reading in zip((baseline, candidate), tokenizations, strict=True)
+    ]
+    token_ids: Ints | None = None
+    if is_same_tokenization:
+        rows = (_read_rows(store, split, positions),) * 2
+    elif joined_rows := _join_rows(split, positions, store, model_stores):
+        rows, positions = joined_rows
+        token_ids = _map_token_ids(candidate, baseline)  # the vocabularies have different ids
     else:
-        rows, positions = _read_anew((base, candidate), split, positions, store, own)
-    usable = known if alike and known and len(known[0].outputs) == len(positions) == store.rows(split) else None
+        rows, positions = _retokenize_rows((baseline, candidate), split, positions, store, model_stores)
+    reusable_answers = (
+        cached_answers
+        if is_same_tokenization
+        and cached_answers
+        and len(cached_answers[0].outputs) == len(positions) == store.num_rows(split)
+        else None
+    )
 
-    def side(predictor: Predictor, mine: Rows) -> Side:
-        if usable is None:
-            answered = score.answer(predictor, mine.tokens.lengths_of_rows, mine.tokens.pick, keep=_keeps(predictor))
+    def answer_rows(predictor: Predictor, model_rows: StoreRows) -> ModelAnswers:
+        if reusable_answers is None:
+            answers = score.predict_rows(
+                predictor, model_rows.tokens.row_lengths, model_rows.tokens.take, keep_outputs=_keeps_outputs(predictor)
+            )
         else:
-            answered = usable[0 if predictor is base else 1]
-        head, answered = _by_name(predictor, answered, mine.head, (base, candidate))
-        return Side(predictor, mine.tokens, answered, mine.targets, head, np.zeros(len(positions), dtype=np.bool_))
+            answers = reusable_answers[0 if predictor is baseline else 1]
+        head, answers = _align_labels(predictor, answers, model_rows.head, (baseline, candidate))
+        return ModelAnswers(
+            predictor, model_rows.tokens, answers, model_rows.targets, head, np.zeros(len(positions), dtype=np.bool_)
+        )
 
     columns = {name: values.take(positions).to_pylist() for name, values in store.slices(split).items()}
-    otherwise = 0 if alike else _otherwise(rows[0].tokens, rows[1].tokens, numbers)
-    source = f"{split} rows of the run" if among is None else f"held-back {split} rows"
-    fewer = f", of {asked:,}: both sides' stores have these" if len(positions) < asked else ""
-    return Both(side(base, rows[0]), side(candidate, rows[1]), columns, source + fewer, otherwise, trained_on)
+    differing_rows = 0 if is_same_tokenization else _count_differing_rows(rows[0].tokens, rows[1].tokens, token_ids)
+    source = f"{split} rows of the run" if subset is None else f"holdout {split} rows"
+    missing_note = f", of {requested_rows:,}: these are in both stores" if len(positions) < requested_rows else ""
+    return AnswerPair(
+        answer_rows(baseline, rows[0]),
+        answer_rows(candidate, rows[1]),
+        columns,
+        source + missing_note,
+        differing_rows,
+        excluded_rows,
+    )
 
 
-def _keeps(side: Predictor) -> bool:
-    """Whether its outputs are kept: a masked word's are a number for each piece of the vocabulary, and what is judged
-    are their outcomes."""
-    return side.task.output != "tokens"
+def _keeps_outputs(predictor: Predictor) -> bool:
+    """Whether outputs stay in memory. A masked token has one logit per vocabulary token, and only row results are
+    scored."""
+    return predictor.task.output != "tokens"
 
 
-def _same_task(base: Predictor, candidate: Predictor) -> None:
-    if base.artifact.task != candidate.artifact.task:
-        raise Unequal(
-            f"it answers by the task {candidate.artifact.task}, its base by {base.artifact.task}", code="other_task"
+def _check_same_task(baseline: Predictor, candidate: Predictor) -> None:
+    if baseline.artifact.task != candidate.artifact.task:
+        raise IncomparableModels(
+            f"its task is {candidate.artifact.task}, the task of the baseline is {baseline.artifact.task}",
+            code="task_mismatch",
         )
 
 
-def _otherwise(one: Tokens, other: Tokens, numbers: Ints | None = None) -> int:
-    """Rows that are other tokens; `numbers`: what those of the other side are called by the first one's vocabulary."""
-    ids = other.ids if numbers is None else numbers[other.ids]
-    pairs = zip(Ragged(one.ids, one.lengths_of_rows), Ragged(ids, other.lengths_of_rows), strict=True)
+def _count_differing_rows(left: TokenBatch, right: TokenBatch, token_ids: Ints | None = None) -> int:
+    """Count rows with different tokens; `token_ids` maps ids of the right vocabulary to ids of the left one."""
+    ids = right.ids if token_ids is None else token_ids[right.ids]
+    pairs = zip(RaggedArray(left.ids, left.row_lengths), RaggedArray(ids, right.row_lengths), strict=True)
     return sum(not np.array_equal(a, b) for a, b in pairs)
 
 
-def _numbers(side: Predictor, other: Predictor) -> Ints:
-    """The number that each piece of a side's vocabulary has in another one's; -1 where it has none."""
-    own, known = side.tokenizer.get_vocab(), other.tokenizer.get_vocab()
-    found = np.full(max(own.values()) + 1, -1, dtype=np.int64)
-    for piece, number in own.items():
-        found[number] = known.get(piece, -1)
-    return found
+def _map_token_ids(predictor: Predictor, other: Predictor) -> Ints:
+    """Map token ids of one vocabulary to ids of another; -1 for missing tokens."""
+    vocab, other_vocab = predictor.tokenizer.get_vocab(), other.tokenizer.get_vocab()
+    token_ids = np.full(max(vocab.values()) + 1, -1, dtype=np.int64)
+    for piece, number in vocab.items():
+        token_ids[number] = other_vocab.get(piece, -1)
+    return token_ids
 
 
 # ------------------------------------------------------------------------------------------------------------ reading
 
 
-def _rows(store: Store, split: str, positions: Ints) -> Rows:
-    return Rows(store.read(split, positions), store.targets(split, positions), store.manifest.head)
+def _read_rows(store: Store, split: str, positions: Ints) -> StoreRows:
+    return StoreRows(store.read_tokens(split, positions), store.targets(split, positions), store.manifest.head)
 
 
-def _own(side: Predictor, reading: Reading, stores: Sequence[Store]) -> Store | None:
-    """The store that a side was trained from, where its tokenizer is the one that made it."""
-    for one in stores:
-        trained = side.artifact.lineage.get("data_digest") == one.manifest.digest
-        if trained and reading.tokenizer in one.manifest.sources.get("tokenizer", {}).values():
-            return one
+def _find_training_store(predictor: Predictor, tokenization: TokenizationSpec, stores: Sequence[Store]) -> Store | None:
+    """Find the training store of a model, if the model's tokenizer made it."""
+    for store in stores:
+        trained = predictor.artifact.lineage.get("data_digest") == store.manifest.digest
+        if trained and tokenization.tokenizer in store.manifest.sources.get("tokenizer", {}).values():
+            return store
     return None
 
 
-def _joined(
-    split: str, positions: Ints, store: Store, own: Sequence[Store | None]
-) -> tuple[tuple[Rows, Rows], Ints] | None:
-    """(the rows of both sides, each by its own store; their positions in `store`). None where a side has no store of
-    its own, or these hold none of the rows."""
-    first, other = own
+def _join_rows(
+    split: str, positions: Ints, store: Store, model_stores: Sequence[Store | None]
+) -> tuple[tuple[StoreRows, StoreRows], Ints] | None:
+    """Read the rows of both models from their own stores: (rows, positions in `store`).
+
+    None if a model has no store, or if no row is in both stores.
+    """
+    first, other = model_stores
     if first is None or other is None:
         return None
-    wanted = store.column(split, "row_id")[positions]
-    places = [_places(one.column(split, "row_id"), wanted) for one in (first, other)]
-    found = (places[0] >= 0) & (places[1] >= 0)
-    if not found.any():
+    row_ids = store.column(split, "row_id")[positions]
+    places = [_find_positions(model_store.column(split, "row_id"), row_ids) for model_store in (first, other)]
+    in_both = (places[0] >= 0) & (places[1] >= 0)
+    if not in_both.any():
         return None
-    return (_rows(first, split, places[0][found]), _rows(other, split, places[1][found])), positions[found]
+    return (_read_rows(first, split, places[0][in_both]), _read_rows(other, split, places[1][in_both])), positions[
+        in_both
+    ]
 
 
-def _places(ids: npt.NDArray[np.uint64], wanted: npt.NDArray[np.uint64]) -> Ints:
-    """Where each of `wanted` stands in `ids`; -1 where it does not."""
+def _find_positions(ids: npt.NDArray[np.uint64], lookup_ids: npt.NDArray[np.uint64]) -> Ints:
+    """Position of each of `lookup_ids` in `ids`; -1 if missing."""
     if not len(ids):
-        return np.full(len(wanted), -1, dtype=np.int64)
+        return np.full(len(lookup_ids), -1, dtype=np.int64)
     order = np.argsort(ids, kind="stable")
-    places = order[np.minimum(np.searchsorted(ids[order], wanted), len(ids) - 1)]
-    return np.where(ids[places] == wanted, places, -1)
+    places = order[np.minimum(np.searchsorted(ids[order], lookup_ids), len(ids) - 1)]
+    return np.where(ids[places] == lookup_ids, places, -1)
 
 
-def _read_anew(
-    sides: tuple[Predictor, Predictor], split: str, positions: Ints, store: Store, own: Sequence[Store | None]
-) -> tuple[tuple[Rows, Rows], Ints]:
-    """(the rows of both sides, their positions in `store`): one side has the tokens of its store, the other one reads
-    the texts that are kept there."""
-    made = [side.artifact.lineage.get("data_digest") == store.manifest.digest for side in sides]
-    maker = 0 if own[0] is not None or (own[1] is None and made[0]) else 1
-    if (theirs := own[maker]) is not None and theirs is not store:
-        places = _places(theirs.column(split, "row_id"), store.column(split, "row_id")[positions])
-        positions, store, places = positions[places >= 0], theirs, places[places >= 0]
+def _retokenize_rows(
+    predictors: tuple[Predictor, Predictor],
+    split: str,
+    positions: Ints,
+    store: Store,
+    model_stores: Sequence[Store | None],
+) -> tuple[tuple[StoreRows, StoreRows], Ints]:
+    """Read the rows of one model from its store and tokenize their texts for the other: (rows, positions in
+    `store`)."""
+    is_maker = [model.artifact.lineage.get("data_digest") == store.manifest.digest for model in predictors]
+    maker = 0 if model_stores[0] is not None or (model_stores[1] is None and is_maker[0]) else 1
+    if (maker_store := model_stores[maker]) is not None and maker_store is not store:
+        places = _find_positions(maker_store.column(split, "row_id"), store.column(split, "row_id")[positions])
+        positions, store, places = positions[places >= 0], maker_store, places[places >= 0]
     else:
         places = positions
-    whole = _rows(store, split, places)
-    anew, kept = _reread(sides[1 - maker], sides[maker], store.texts(split, places), whole.tokens)
-    mine = whole._replace(tokens=whole.tokens.pick(kept), targets=whole.targets.take(kept))
-    both = (mine, mine._replace(tokens=anew))
-    return (both if maker == 0 else both[::-1]), positions[kept]
+    maker_rows = _read_rows(store, split, places)
+    retokenized, kept_positions = _tokenize_texts(
+        predictors[1 - maker], predictors[maker], store.kept_texts(split, places), maker_rows.tokens
+    )
+    kept_rows = maker_rows._replace(
+        tokens=maker_rows.tokens.take(kept_positions), targets=maker_rows.targets.take(kept_positions)
+    )
+    pair = (kept_rows, kept_rows._replace(tokens=retokenized))
+    return (pair if maker == 0 else pair[::-1]), positions[kept_positions]
 
 
-def _reread(
-    side: Predictor, maker: Predictor, texts: Sequence[tuple[str, str | None] | None], tokens: Tokens
-) -> tuple[Tokens, Ints]:
-    """(the rows as `side` reads their texts, places of those whose text is whole). Text is known to be whole where the
-    store's maker makes the store's tokens of it."""
-    kept, mine = [], []
+def _tokenize_texts(
+    predictor: Predictor, store_predictor: Predictor, texts: Sequence[tuple[str, str | None] | None], tokens: TokenBatch
+) -> tuple[TokenBatch, Ints]:
+    """Tokenize texts with `predictor`: (rows, places of the rows with a complete text).
+
+    A text is complete if the store's own tokenizer reproduces the store's tokens from it.
+    """
+    kept_positions, encoded = [], []
     for place, text in enumerate(texts):
         if text is None:
             continue
         first, second = text
-        asked = first if second is None else dict(zip(side.task.fields, (first, second), strict=True))
-        if maker.flaw(asked) is None and np.array_equal(maker.encode([asked])[0].ids, tokens.pick([place]).ids):
-            kept.append(place)
-            mine += side.encode([asked])
-    if not kept:
-        raise Unequal(
-            "it reads texts otherwise than its base, and the run keeps no whole text; name rows by --data",
-            code="other_tokenizer",
+        model_input = first if second is None else dict(zip(predictor.task.fields, (first, second), strict=True))
+        if store_predictor.validate_input(model_input) is None and np.array_equal(
+            store_predictor.encode([model_input])[0].ids, tokens.take([place]).ids
+        ):
+            kept_positions.append(place)
+            encoded += predictor.encode([model_input])
+    if not kept_positions:
+        raise IncomparableModels(
+            "its tokenizer differs from the baseline's, and the token store has no complete text; write --data with "
+            "a file of rows",
+            code="tokenizer_mismatch",
         )
-    rest = tokens.pick(kept)
-    _aligned(side, mine, rest)
-    made = pack(mine)
-    return replace(made, targets=rest.targets, counts=rest.counts, row_ids=rest.row_ids), np.array(kept)
+    kept_tokens = tokens.take(kept_positions)
+    _check_alignment(predictor, encoded, kept_tokens)
+    packed = collate(encoded)
+    return replace(
+        packed, targets=kept_tokens.targets, targets_per_row=kept_tokens.targets_per_row, row_ids=kept_tokens.row_ids
+    ), np.array(kept_positions)
 
 
-def _aligned(side: Predictor, mine: Sequence[Encoded], rest: Tokens) -> None:
-    """Refuse tokens at other places where the targets are places."""
-    if side.task.by_token or side.task.output == "spans":
-        lengths = [window.tokens for row in mine for window in row.windows]
-        if not np.array_equal(lengths, rest.lengths):
-            raise Unequal(
-                "it cuts texts into other tokens than its base, and answers are places in them", code="other_tokenizer"
+def _check_alignment(predictor: Predictor, encoded: Sequence[EncodedRow], kept_tokens: TokenBatch) -> None:
+    """Refuse different tokens if targets are token positions."""
+    if predictor.task.is_token_level or predictor.task.output == "spans":
+        lengths = [window.num_tokens for row in encoded for window in row.windows]
+        if not np.array_equal(lengths, kept_tokens.window_lengths):
+            raise IncomparableModels(
+                "its tokens differ from the baseline's, and answers are token positions",
+                code="tokenizer_mismatch",
             )
 
 
-def _by_name(
-    predictor: Predictor, answered: score.Answered, head: Head, sides: Sequence[Predictor]
-) -> tuple[Head, score.Answered]:
-    """(head, answers) with labels in the store's order, and behind them those that only one of the sides has."""
-    own = predictor.head
-    if predictor.task.output != "classes":  # of classes each label is a column, so that another order can be undone
-        if own.labels != head.labels:
-            raise Unequal(
-                f"its labels, or their order, are others than those of the rows: {_apart(own, head)}",
-                code="other_labels",
+def _align_labels(
+    predictor: Predictor, answered: score.PredictedRows, head: Head, predictors: Sequence[Predictor]
+) -> tuple[Head, score.PredictedRows]:
+    """Reorder labels to the store's order, followed by labels that only one model has: (head, answers)."""
+    model_head = predictor.head
+    if predictor.task.output != "classes":  # for classes, each label is a column that can be reordered
+        if model_head.labels != head.labels:
+            raise IncomparableModels(
+                "its labels, or their order, differ from those of the rows: "
+                f"{_describe_label_mismatch(model_head, head)}",
+                code="label_mismatch",
             )
-        return Head(own.labels, own.facts), answered
-    names = [*head.labels, *sorted({name for side in sides for name in side.head.labels} - set(head.labels))]
-    if list(own.labels) == names:
-        return Head(own.labels, own.facts), answered
-    table = answered.outcomes.matrix(len(own.labels))
-    wide = np.full((len(table), len(names)), score.ABSENT)
-    wide[:, [names.index(name) for name in own.labels]] = table
-    return Head(tuple(names), own.facts), replace(answered, outcomes=Ragged.even(wide))
+        return Head(model_head.labels, model_head.facts), answered
+    names = [*head.labels, *sorted({name for model in predictors for name in model.head.labels} - set(head.labels))]
+    if list(model_head.labels) == names:
+        return Head(model_head.labels, model_head.facts), answered
+    table = answered.row_results.to_matrix(len(model_head.labels))
+    aligned = np.full((len(table), len(names)), score.MISSING_LABEL_LOGIT)
+    aligned[:, [names.index(name) for name in model_head.labels]] = table
+    return Head(tuple(names), model_head.facts), replace(answered, row_results=RaggedArray.from_matrix(aligned))
 
 
-def _apart(own: Head, head: Head) -> str:
-    pairs = ((one, other) for one, other in zip(own.labels, head.labels, strict=False) if one != other)
-    first = next(pairs, None)
-    if first is None:
-        return f"{len(own.labels)} in place of {len(head.labels)}"
-    return f"{first[0]} in place of {first[1]}"
+def _describe_label_mismatch(model_head: Head, head: Head) -> str:
+    pairs = (
+        (model_label, row_label)
+        for model_label, row_label in zip(model_head.labels, head.labels, strict=False)
+        if model_label != row_label
+    )
+    mismatch = next(pairs, None)
+    if mismatch is None:
+        return f"{len(model_head.labels)} in place of {len(head.labels)}"
+    return f"{mismatch[0]} in place of {mismatch[1]}"
 
 
-# ------------------------------------------------------------------------------------ rows that neither has learned of
+# ----------------------------------------------------------------------------------------------- excluded training rows
 
 
-def _unseen(candidate: Artifact, stores: Sequence[Store], split: str, positions: Ints) -> tuple[Ints, int | None]:
-    """(those of the positions, in the first of `stores`, whose rows say something of the candidate; how many others
-    there are, or None where the stores do not tell). `stores`: the candidate's own is among them, where it is there.
+def _exclude_trained_rows(
+    candidate: Artifact, stores: Sequence[Store], split: str, positions: Ints
+) -> tuple[Ints, int | None]:
+    """Exclude rows that only the candidate was trained on: (remaining positions, number of excluded rows).
 
-    A candidate of another split of the same texts, as of another `data.fold`, was trained on rows that its base has
-    held out: it has learned their answers, which say nothing of other rows. Rows of its own store are all left, and so
-    are those on which both sides were trained: neither has an advantage.
-    Raises `UserError` where no row is left.
+    A candidate with another split of the same texts (e.g. another `data.fold`) may have been trained on the baseline's
+    test rows. Rows of the candidate's own store stay, and so do rows that both were trained on. The number is None if
+    the stores do not tell.
+
+    Args:
+        stores: the first has the rows; the candidate's store is among them if it exists.
+
+    Raises:
+        UserError: no row is left.
     """
     store, digest = stores[0], candidate.lineage.get("data_digest")
     if digest in (None, store.manifest.digest):
         return positions, 0
-    own = next((one for one in stores if one.manifest.digest == digest), None)
-    if own is None or not all(_has_keys(one, of) for one, of in ((store, split), (store, "train"), (own, "train"))):
+    candidate_store = next((other_store for other_store in stores if other_store.manifest.digest == digest), None)
+    if candidate_store is None or not all(
+        _has_keys(checked_store, checked_split)
+        for checked_store, checked_split in ((store, split), (store, "train"), (candidate_store, "train"))
+    ):
         return positions, None
-    keys = store.keys(split)[positions]
-    both, mine = (contamination.seen([one.keys("train")], keys) for one in (store, own))
-    left = positions[both | ~mine]
-    if len(positions) and not len(left):
+    keys = store.text_keys(split)[positions]
+    in_baseline_training, in_candidate_training = (
+        contamination.find_in_training_set([training_store.text_keys("train")], keys)
+        for training_store in (store, candidate_store)
+    )
+    remaining = positions[in_baseline_training | ~in_candidate_training]
+    if len(positions) and not len(remaining):
         raise UserError(
-            f"the candidate was trained on each of the {len(positions):,} {split} rows of {store.folder}, by another "
-            "split than its base's; write --data with a file of rows that neither has seen, or train both by one "
-            "split (data.fold, data.test)",
+            f"the candidate was trained on each of the {len(positions):,} {split} rows of {store.folder}, since its "
+            "split differs from the baseline's; write --data with a file of new rows, or train both with one split "
+            "(data.fold, data.test)",
             code="no_unseen_rows",
         )
-    return left, len(positions) - len(left)
+    return remaining, len(positions) - len(remaining)
 
 
-def _seen(sides: Sequence[Artifact], stores: Sequence[Store], rows: Sequence[Record]) -> npt.NDArray[np.bool_] | None:
-    """Which rows of a file are training or validation rows of a side; None where the store of one is not among
-    `stores`, or kept no keys of texts."""
-    found = np.zeros(len(rows), dtype=np.bool_)
-    for digest in {side.lineage.get("data_digest") for side in sides}:
-        seen = score.find_seen_rows(next((one for one in stores if one.manifest.digest == digest), None), rows)
-        if seen is None:
+def _find_seen_rows(
+    artifacts: Sequence[Artifact], stores: Sequence[Store], rows: Sequence[SourceRow]
+) -> npt.NDArray[np.bool_] | None:
+    """Mark rows of a file that are training or validation rows of a model; None if a store or its text keys are
+    missing."""
+    is_seen = np.zeros(len(rows), dtype=np.bool_)
+    for digest in {model.lineage.get("data_digest") for model in artifacts}:
+        seen_rows = score.find_seen_rows(
+            next((store for store in stores if store.manifest.digest == digest), None),
+            rows,
+        )
+        if seen_rows is None:
             return None
-        found |= seen.either
-    return found
+        is_seen |= seen_rows.in_train_or_valid
+    return is_seen
 
 
 def _has_keys(store: Store, split: str) -> bool:
-    return len(store.keys(split)) == store.rows(split)
+    return len(store.text_keys(split)) == store.num_rows(split)
 
 
 # ------------------------------------------------------------------------------------------------------------- judging
 
 
 @dataclass(frozen=True)
-class Judged:
-    """The candidate's answers beside its base's. `headline` is None where `unscored` says why."""
+class CandidateScores:
+    """The candidate's answers beside its base's. `headline` is None where `unscored_reason` says why."""
 
     headline: Difference | None
     scores: tuple[Difference, ...]
-    flipped: Flipped | None
-    right: int
-    slices: tuple[Slice, ...]
-    unscored: str = ""
-    classes: Sequence[per_class.Class] = ()
-    """Scores of each class by the base (`first`) and the candidate (`other`)."""
+    mcnemar: McNemarTest | None
+    baseline_correct: int
+    slices: tuple[SliceDifference, ...]
+    unscored_reason: str = ""
+    classes: Sequence[per_class.ClassResult] = ()
+    """Scores of each class by the baseline (`first`) and the candidate (`other`)."""
 
 
-def judge(both: Both) -> Judged:
-    """Scores with paired intervals, answers lost and won, slices. For classes p is the larger one of the bootstrap's
-    and of McNemar's test, as in `rtrain compare`."""
-    metric = metric_for(both.base.predictor.task.output)
-    sides = (both.base, both.candidate)
-    first, other = (metric.additive(side.answered.outcomes, side.targets, side.head) for side in sides)
+def score_candidate(pair: AnswerPair) -> CandidateScores:
+    """Compute scores with paired intervals, answers lost and won, and slices.
+
+    For classes, p is the larger of the bootstrap's and McNemar's, as in `rtrain compare`.
+    """
+    metric = get_metric(pair.baseline.predictor.task.output)
+    models = (pair.baseline, pair.candidate)
+    first, other = (metric.make_sum_metric(model.answers.row_results, model.targets, model.head) for model in models)
     rights: tuple[npt.NDArray[np.bool_] | None, ...] = (None, None)
-    if metric.right is not None:
-        rights = tuple(metric.right(side.answered.outcomes, side.targets, side.head) & ~side.unknown for side in sides)
-    scores = {one.name: one for one in significance.differences(first, other)}
-    # Where both sides refuse rows, the score of the rows that McNemar's test counts: those outside of all classes too.
-    name = ACCURACY_WITH_REFUSALS if ACCURACY_WITH_REFUSALS in scores else metric.headline
+    if metric.mark_correct is not None:
+        rights = tuple(
+            metric.mark_correct(model.answers.row_results, model.targets, model.head) & ~model.has_unknown_label
+            for model in models
+        )
+    scores = {difference.name: difference for difference in significance.compare_scores(first, other)}
+    # If both models reject out-of-scope rows, score the rows that McNemar's test counts.
+    name = ACCURACY_WITH_ABSTENTIONS if ACCURACY_WITH_ABSTENTIONS in scores else metric.headline
     if name not in scores:
-        return Judged(None, tuple(scores.values()), None, 0, (), f"{name} is no finite number")
+        return CandidateScores(None, tuple(scores.values()), None, 0, (), f"{name} is not finite")
     headline = scores[name]
-    flipped = count_flips(rights[0], rights[1])
-    if flipped is not None and both.base.predictor.task.output == "classes":
-        headline = replace(headline, p=max(headline.p, flipped.p))
-    columns = {name: [value or "" for value in values] for name, values in both.columns.items()}
-    if LENGTH not in columns:
-        columns[LENGTH] = quantiles(both.lengths)
-    only = [keep_scores(side, (name,)) for side in (first, other)]
+    mcnemar = count_flips(rights[0], rights[1])
+    if mcnemar is not None and pair.baseline.predictor.task.output == "classes":
+        headline = replace(headline, p=max(headline.p, mcnemar.p))
+    columns = {name: [value or "" for value in values] for name, values in pair.columns.items()}
+    if LENGTH_COLUMN not in columns:
+        columns[LENGTH_COLUMN] = bin_by_quantile(pair.lengths)
+    headline_scores = [select_scores(model, (name,)) for model in (first, other)]
     classes: list[dict[str, Any]] = []
-    if metric.tables is not None:
-        tables = (metric.tables(side.answered.outcomes, side.targets, side.head) for side in sides)
+    if metric.build_tables is not None:
+        tables = (metric.build_tables(model.answers.row_results, model.targets, model.head) for model in models)
         classes = per_class.pair_classes(*map(per_class.collect_classes, tables))
-    return Judged(
+    return CandidateScores(
         headline,
         tuple(scores.values()),
-        flipped,
+        mcnemar,
         0 if rights[0] is None else int(rights[0].sum()),
-        tuple(slices(only[0], only[1], name, columns)),
+        tuple(compare_slices(headline_scores[0], headline_scores[1], name, columns)),
         classes=classes,
     )

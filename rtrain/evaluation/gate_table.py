@@ -1,90 +1,107 @@
-"""The gate's document for a person: a table of both sides, the plain rivals, and the verdict in one sentence."""
+"""The gate document as text: a table of both models, the reference models, and the verdict in one sentence."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from rtrain.metrics import per_class
-from rtrain.metrics.registry import as_read
+from rtrain.metrics.registry import split_sign
 
-MOST_SLICES = 5
-"""Slices that are shown: those where the candidate is worst."""
-
-
-def text(found: dict[str, Any]) -> str:
-    """What `rtrain.evaluation.gate.run` returns, as a terminal shows it. The verdict comes last."""
-    return "\n".join(_lines(found))
+MAX_SLICES = 5
+"""Shown slices: those where the candidate is worst."""
 
 
-def sentence(found: dict[str, Any]) -> str:
-    """`refuse: accuracy 0.905 against 0.925, ...`. A promoted one needs only what comes first."""
-    reasons = found["reasons"] or ["no reason given"]
-    if found["verdict"] != "promote":
-        return f"{found['verdict']}: {'; '.join(reasons)}"
-    more = len(reasons) - 1
-    rest = f"; {more} more finding{'s' if more > 1 else ''} for it, none against" if more else ""
-    return f"promote: {reasons[0]}{rest}"
+def format_verdict(document: dict[str, Any]) -> str:
+    """Format the document of `rtrain.evaluation.gate.run_gate` for a terminal. The verdict comes last."""
+    return "\n".join(_format_lines(document))
 
 
-def brief(found: dict[str, Any]) -> list[str]:
-    """The verdict in a sentence, and a line for each plain model: for the end of another command's report."""
-    return [sentence(found), *(f"beside it, {line}" for line in rivals(found))]
+def format_sentence(document: dict[str, Any]) -> str:
+    """Format the verdict: `refuse: accuracy 0.905 against 0.925, ...`. `promote` shows only the first reason."""
+    reasons = document["reasons"] or ["no reason given"]
+    if document["verdict"] != "promote":
+        return f"{document['verdict']}: {'; '.join(reasons)}"
+    more_count = len(reasons) - 1
+    rest_text = f"; {more_count} more finding{'s' if more_count > 1 else ''} for it, none against" if more_count else ""
+    return f"promote: {reasons[0]}{rest_text}"
 
 
-def rivals(found: dict[str, Any]) -> Iterator[str]:
-    """`TF-IDF and a linear model: 0.909 at 0.85 ms; 1.2 points ahead of it, at no cost of time`. Nothing where the
-    candidate could not be asked. Milliseconds are of texts of all lengths, with the tokenizer."""
-    own, *others = found["rivals"] or [None]
-    sign = as_read(found["headline"]["name"] if found["headline"] else "")[1]
-    for one in others:
-        if one["absent"]:
-            yield f"{one['name']}: not measured: {one['absent']}"
+def format_brief(document: dict[str, Any]) -> list[str]:
+    """Format the verdict in a sentence and a line per reference model, for the report of another command."""
+    return [format_sentence(document), *(f"beside it, {line}" for line in format_rivals(document))]
+
+
+def format_rivals(document: dict[str, Any]) -> Iterator[str]:
+    """Yield `TF-IDF and a linear model: 0.909 at 0.85 ms; 1.2 points ahead of it, at no cost of time`.
+
+    Yields nothing if the candidate could not be compared. Milliseconds cover texts of all lengths, with the tokenizer.
+    """
+    candidate, *rival_entries = document["rivals"] or [None]
+    sign = split_sign(document["headline"]["name"] if document["headline"] else "")[1]
+    for rival in rival_entries:
+        if rival["absence_reason"]:
+            yield f"{rival['name']}: not measured: {rival['absence_reason']}"
             continue
-        ahead = 100 * (own["score"] - one["score"])
-        each = one["points_per_ms"]
-        price = "at no cost of time" if each is None else f"{each:.2f} for each further millisecond"
-        side = "ahead of" if ahead >= 0 else "behind"
-        score = sign * one["score"]
-        yield f"{one['name']}: {score:.3f} at {one['ms']:.2f} ms; {abs(ahead):.1f} points {side} it, {price}"
+        point_difference = 100 * (candidate["score"] - rival["score"])
+        points_per_ms = rival["points_per_ms"]
+        price_text = (
+            "at no cost of time" if points_per_ms is None else f"{points_per_ms:.2f} for each further millisecond"
+        )
+        relation = "ahead of" if point_difference >= 0 else "behind"
+        score = sign * rival["score"]
+        yield (
+            f"{rival['name']}: {score:.3f} at {rival['ms']:.2f} ms; {abs(point_difference):.1f} points {relation} "
+            f"it, {price_text}"
+        )
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    against = found["against"]
-    yield f"against {against['name']} {against['version']}, on {found['rows']:,} {found['source'] or 'rows'}"
+def _format_lines(document: dict[str, Any]) -> Iterator[str]:
+    baseline = document["baseline"]
+    yield f"against {baseline['name']} {baseline['version']}, on {document['rows']:,} {document['source'] or 'rows'}"
     yield ""
-    yield f"{'':<34}{'base':>11}{'candidate':>11}"
-    for one in found["scores"]:
-        name, sign = as_read(one["name"])
-        first, other, difference = (sign * one[key] for key in ("first", "other", "difference"))
-        low, high = sorted((sign * one["low"], sign * one["high"]))
+    yield f"{'':<34}{'baseline':>11}{'candidate':>11}"
+    for entry in document["scores"]:
+        name, sign = split_sign(entry["name"])
+        first, other, difference = (sign * entry[key] for key in ("first", "other", "difference"))
+        low, high = sorted((sign * entry["low"], sign * entry["high"]))
         yield f"{name:<34}{first:>11.4f}{other:>11.4f}  {difference:+.4f} ({low:.4f} to {high:.4f})"
-    for one in found["slices"][:MOST_SLICES]:
-        own, (score, sign) = one["difference"], as_read(one["difference"]["name"])
-        first, other, difference = (sign * own[key] for key in ("first", "other", "difference"))
-        name = f"{score}, {one['column']} {one['value']}"[:33]
-        yield f"{name:<34}{first:>11.4f}{other:>11.4f}  {difference:+.4f} ({own['rows']:,} rows)"
-    if classes := found["classes"]:
+    for entry in document["slices"][:MAX_SLICES]:
+        slice_difference, (score, sign) = entry["difference"], split_sign(entry["difference"]["name"])
+        first, other, difference = (sign * slice_difference[key] for key in ("first", "other", "difference"))
+        name = f"{score}, {entry['column']} {entry['value']}"[:33]
+        yield f"{name:<34}{first:>11.4f}{other:>11.4f}  {difference:+.4f} ({slice_difference['rows']:,} rows)"
+    if classes := document["classes"]:
         yield ""
         yield from per_class.format_pairs(classes, ("base", "cand."))
         yield ""
-    for one in found["latency"]:
-        faster = (
-            f"  {one['ratio']:.2f} times as fast ({one['low']:.2f} to {one['high']:.2f}), {one['calls']} calls each"
+    for entry in document["latency"]:
+        speedup_text = (
+            f"  {entry['ratio']:.2f} times as fast ({entry['low']:.2f} to {entry['high']:.2f}), "
+            f"{entry['calls']} calls each"
         )
-        yield f"{'p50 ms, ' + one['bucket']:<34}{one['base_p50']:>11.2f}{one['p50']:>11.2f}{faster}"
-        yield f"{'p99 ms, ' + one['bucket']:<34}{one['base_p99']:>11.2f}{one['p99']:>11.2f}"
-    yield f"{'MB, all files':<34}{found['base_megabytes']:>11.1f}{found['megabytes']:>11.1f}"
-    if found["memory_mb"] is not None:
-        yield f"{'MB, loaded':<34}{found['base_memory_mb']:>11.1f}{found['memory_mb']:>11.1f}"
-    if found["read_otherwise"]:
-        yield f"{found['read_otherwise']:,} of {found['rows']:,} rows are read as other tokens than the base reads"
-    if unknown := found["unknown_labels"]:
-        yield f"{unknown:,} of {found['rows']:,} rows have a label that the base lacks, and count as wrong for both"
-    if (trained_on := found["trained_on"]) is None:
-        yield "whether the candidate was trained on these rows is not known: a token store or its keys are gone"
-    elif trained_on:
-        yield f"{trained_on:,} more rows are left out: the candidate was trained on them, or one side was tuned by them"
-    yield from (f"beside it, {line}" for line in rivals(found))
+        yield f"{'p50 ms, ' + entry['bucket']:<34}{entry['baseline_p50']:>11.2f}{entry['p50']:>11.2f}{speedup_text}"
+        yield f"{'p99 ms, ' + entry['bucket']:<34}{entry['baseline_p99']:>11.2f}{entry['p99']:>11.2f}"
+    yield f"{'MB, all files':<34}{document['baseline_megabytes']:>11.1f}{document['megabytes']:>11.1f}"
+    if document["memory_mb"] is not None:
+        yield f"{'MB, loaded':<34}{document['baseline_memory_mb']:>11.1f}{document['memory_mb']:>11.1f}"
+    if document["differing_rows"]:
+        yield (
+            f"{document['differing_rows']:,} of {document['rows']:,} rows have other tokens than with the baseline's "
+            "tokenizer"
+        )
+    if unknown := document["unknown_labels"]:
+        yield (
+            f"{unknown:,} of {document['rows']:,} rows have a label that the baseline lacks; they count as wrong "
+            "for both"
+        )
+    if (excluded_rows := document["excluded_rows"]) is None:
+        yield "unknown whether the candidate was trained on these rows: a token store or its keys are missing"
+    elif excluded_rows:
+        yield (
+            f"{excluded_rows:,} more rows are excluded: the candidate was trained on them, or one model was tuned "
+            "by them"
+        )
+    yield from (f"beside it, {line}" for line in format_rivals(document))
     yield ""
-    yield from (f"{one['word']:<8} {one['text']}" for one in found["findings"])
+    yield from (f"{finding['decision']:<8} {finding['text']}" for finding in document["findings"])
     yield ""
-    yield f"{sentence(found)} ({found['seconds']:.0f} s)"
+    yield f"{format_sentence(document)} ({document['seconds']:.0f} s)"

@@ -1,6 +1,6 @@
-"""What is in an int8 graph of OpenVINO: constants by part of the model, operators by type and precision.
+"""Contents of an OpenVINO int8 graph: constants by part of the model, operators by type and precision.
 
-The .xml alone is read, and nothing is computed.
+Only the .xml is read.
 """
 
 import gzip
@@ -13,137 +13,145 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, cast
 
-from rtrain.core.engines import PACKED
+from rtrain.core.engines import COMPRESSED_SUFFIX
 
-SCAFFOLD = ("Const", "Parameter", "Result")
+NON_COMPUTE_LAYERS = ("Const", "Parameter", "Result")
 """Layers that compute nothing."""
-CARRY = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
-"""What stands between a compressed weight and the operator that uses it."""
-ROUND = ("FakeQuantize",)
-"""What rounds activations."""
-WEIGHED = ("MatMul", "Gather", "Convolution")
-"""Operators whose precision is that of their weights."""
-WHOLE = ("i8", "u8", "i4", "u4")
-TENSORS = (*WHOLE, "f32", "f16", "bf16", "f64")
-"""Element types of a model's numbers; others are places and shapes."""
-PARTS = (
+PASS_THROUGH_OPS = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "Unsqueeze", "Squeeze")
+"""Operators between a compressed weight and its user."""
+QUANTIZER_OPS = ("FakeQuantize",)
+"""Operators that quantize activations."""
+WEIGHTED_OPS = ("MatMul", "Gather", "Convolution")
+"""Operators whose precision follows from their weights."""
+INTEGER_TYPES = ("i8", "u8", "i4", "u4")
+TENSOR_TYPES = (*INTEGER_TYPES, "f32", "f16", "bf16", "f64")
+"""Element types of weights; other types are indices and shapes."""
+PART_PATTERNS = (
     (re.compile(r"word_embeddings|embed_tokens|tok_embeddings|wte"), "word table"),
     (re.compile(r"\.layers?\.\d+(\.|$|/)"), "layers"),
     (re.compile(r"embedding"), "other embeddings"),
 )
-"""By the first pattern that a weight's name has; all else is the head."""
+"""The first matching pattern names the part; other weights belong to the head."""
 HEAD = "head"
 
 
-def part_of(name: str) -> str:
-    """Which part of a model a weight, or an operator, belongs to."""
-    return next((part for pattern, part in PARTS if pattern.search(name)), HEAD)
+def find_part(name: str) -> str:
+    """Return the part of the model of a weight or an operator."""
+    return next((part for pattern, part in PART_PATTERNS if pattern.search(name)), HEAD)
 
 
 @dataclass(frozen=True)
-class Layer:
+class GraphLayer:
     name: str
     type: str
-    element: str
-    """Element type of a constant; else empty."""
-    size: int
+    element_type: str
+    """Element type of a constant; empty for other layers."""
+    byte_count: int
     """Bytes of a constant."""
-    numbers: int
+    element_count: int
     """Elements of a constant."""
-    is_own: bool
-    """Whether the name is the model's own, and not one that an exporter has made."""
+    has_model_name: bool
+    """Whether the name is from the model, not from the exporter."""
 
 
 @dataclass(frozen=True)
-class Part:
-    numbers: int
+class ModelPart:
+    element_count: int
     bytes: int
     precisions: Mapping[str, int]
-    """Numbers by element type."""
+    """Elements by type."""
 
 
-class Graph:
-    def __init__(self, layers: Mapping[str, Layer], edges: Iterable[tuple[str, str]]):
-        """`layers` by their ids; `edges`: from one to another, those into a layer in the order of its inputs."""
+class ModelGraph:
+    def __init__(self, layers: Mapping[str, GraphLayer], edges: Iterable[tuple[str, str]]):
+        """`layers` by id; `edges`: (source, target), sorted by input index."""
         self.layers = layers
-        self._into: dict[str, list[str]] = defaultdict(list)
-        self._outof: dict[str, list[str]] = defaultdict(list)
+        self._inputs: dict[str, list[str]] = defaultdict(list)
+        self._outputs: dict[str, list[str]] = defaultdict(list)
         for source, target in edges:
-            self._into[target].append(source)
-            self._outof[source].append(target)
+            self._inputs[target].append(source)
+            self._outputs[source].append(target)
 
-    def parts(self) -> dict[str, Part]:
-        """The constants by part of the model. A constant without a name of its own belongs to what uses it."""
-        found: dict[str, list[Layer]] = defaultdict(list)
-        for number, layer in self.layers.items():
-            if layer.type == "Const" and layer.element in TENSORS:
-                found[part_of(self._named(number))].append(layer)
-        return {part: _sum(layers) for part, layers in found.items()}
+    def sum_by_part(self) -> dict[str, ModelPart]:
+        """Sum the constants by part of the model. A constant without a model name belongs to its user's part."""
+        layers_by_part: dict[str, list[GraphLayer]] = defaultdict(list)
+        for layer_id, layer in self.layers.items():
+            if layer.type == "Const" and layer.element_type in TENSOR_TYPES:
+                layers_by_part[find_part(self._find_name(layer_id))].append(layer)
+        return {part: _sum_layers(layers) for part, layers in layers_by_part.items()}
 
-    def operators(self) -> dict[str, dict[str, int]]:
-        """Type -> precision -> how many; the most frequent type first.
+    def count_operators(self) -> dict[str, dict[str, int]]:
+        """Count operators: type -> precision -> number, the most frequent type first.
 
-        The precision of an operator with weights: `i8 x i8` where weights and activations are whole numbers, `i8
-        weights` where the weights alone are (`u4 weights` of 4 bits), `float`. Others have `-`, since they follow what
-        they are given.
+        Precisions of operators with weights: `i8 x i8` (integer weights and activations), `i8 weights` or `u4 weights`
+        (integer weights only), `float`. Other operators have `-`.
         """
-        found: dict[str, Counter[str]] = defaultdict(Counter)
-        for number, layer in self.layers.items():
-            if layer.type not in SCAFFOLD:
-                found[layer.type][self._precision(number) if layer.type in WEIGHED else "-"] += 1
-        ordered = sorted(found, key=lambda name: (-found[name].total(), name))
-        return {name: dict(found[name].most_common()) for name in ordered}
+        counts: dict[str, Counter[str]] = defaultdict(Counter)
+        for layer_id, layer in self.layers.items():
+            if layer.type not in NON_COMPUTE_LAYERS:
+                counts[layer.type][self._find_precision(layer_id) if layer.type in WEIGHTED_OPS else "-"] += 1
+        ordered = sorted(counts, key=lambda name: (-counts[name].total(), name))
+        return {name: dict(counts[name].most_common()) for name in ordered}
 
-    def _precision(self, number: str) -> str:
-        sources = [self._source(one) for one in self._into[number]]
-        whole = next((layer.element for layer in sources if layer.type == "Const" and layer.element in WHOLE), None)
-        if whole is None:
+    def _find_precision(self, layer_id: str) -> str:
+        sources = [self._find_source(input_id) for input_id in self._inputs[layer_id]]
+        weight_type = next(
+            (layer.element_type for layer in sources if layer.type == "Const" and layer.element_type in INTEGER_TYPES),
+            None,
+        )
+        if weight_type is None:
             return "float"
-        return f"i8 x {whole}" if any(layer.type in ROUND for layer in sources) else f"{whole} weights"
+        return (
+            f"i8 x {weight_type}" if any(layer.type in QUANTIZER_OPS for layer in sources) else f"{weight_type} weights"
+        )
 
-    def _source(self, number: str) -> Layer:
-        """What an input comes from, past what only carries it."""
-        while self.layers[number].type in CARRY and self._into[number]:
-            number = self._into[number][0]
-        return self.layers[number]
+    def _find_source(self, layer_id: str) -> GraphLayer:
+        """Find the source of an input behind pass-through operators."""
+        while self.layers[layer_id].type in PASS_THROUGH_OPS and self._inputs[layer_id]:
+            layer_id = self._inputs[layer_id][0]
+        return self.layers[layer_id]
 
-    def _named(self, number: str) -> str:
-        """The name of a layer or, where it has none of the model's own, of the next one that uses it and has."""
-        waiting, met = [number], {number}
-        while waiting:
-            one = waiting.pop(0)
-            if self.layers[one].is_own:
-                return self.layers[one].name
-            ahead = [target for target in self._outof[one] if target not in met]
-            met.update(ahead)
-            waiting += ahead
+    def _find_name(self, layer_id: str) -> str:
+        """Return the model name of a layer, or of the nearest user that has one."""
+        queue, visited = [layer_id], {layer_id}
+        while queue:
+            current = queue.pop(0)
+            if self.layers[current].has_model_name:
+                return self.layers[current].name
+            successors = [target for target in self._outputs[current] if target not in visited]
+            visited.update(successors)
+            queue += successors
         return ""
 
 
-def _opened(path: Path) -> IO[bytes]:
-    packed = path.name.endswith(PACKED)
-    return cast(IO[bytes], gzip.open(path)) if packed else path.open("rb")
+def _open(path: Path) -> IO[bytes]:
+    is_compressed = path.name.endswith(COMPRESSED_SUFFIX)
+    return cast(IO[bytes], gzip.open(path)) if is_compressed else path.open("rb")
 
 
-def of_openvino(path: Path) -> Graph:
-    with _opened(path) as file:
+def read_openvino_graph(path: Path) -> ModelGraph:
+    with _open(path) as file:
         root = ElementTree.parse(file).getroot()
-    layers = {node.attrib["id"]: _layer(node) for node in root.iterfind("layers/layer")}
-    return Graph(layers, ((edge.attrib["from-layer"], edge.attrib["to-layer"]) for edge in root.iterfind("edges/edge")))
+    layers = {node.attrib["id"]: _parse_layer(node) for node in root.iterfind("layers/layer")}
+    return ModelGraph(
+        layers, ((edge.attrib["from-layer"], edge.attrib["to-layer"]) for edge in root.iterfind("edges/edge"))
+    )
 
 
-def _layer(node: ElementTree.Element) -> Layer:
+def _parse_layer(node: ElementTree.Element) -> GraphLayer:
     name, kind, data = node.attrib.get("name", ""), node.attrib["type"], node.find("data")
-    own = name.startswith("__module")
-    if kind != "Const" or data is None:  # only a constant's shape is sure to be known
-        return Layer(name, kind, "", 0, 0, own)
-    shape = [int(one) for one in data.attrib.get("shape", "").split(",") if one.strip()]
-    size, numbers = int(data.attrib.get("size", 0)), math.prod(shape)
-    return Layer(name, kind, data.attrib.get("element_type", ""), size, numbers, own)
+    has_model_name = name.startswith("__module")
+    if kind != "Const" or data is None:  # only constants have static shapes
+        return GraphLayer(name, kind, "", 0, 0, has_model_name)
+    shape = [int(dimension) for dimension in data.attrib.get("shape", "").split(",") if dimension.strip()]
+    size, element_count = int(data.attrib.get("size", 0)), math.prod(shape)
+    return GraphLayer(name, kind, data.attrib.get("element_type", ""), size, element_count, has_model_name)
 
 
-def _sum(layers: Iterable[Layer]) -> Part:
-    every, precisions = list(layers), Counter[str]()
-    for layer in every:
-        precisions[layer.element] += layer.numbers
-    return Part(sum(precisions.values()), sum(layer.size for layer in every), dict(precisions.most_common()))
+def _sum_layers(layers: Iterable[GraphLayer]) -> ModelPart:
+    all_layers, precisions = list(layers), Counter[str]()
+    for layer in all_layers:
+        precisions[layer.element_type] += layer.element_count
+    return ModelPart(
+        sum(precisions.values()), sum(layer.byte_count for layer in all_layers), dict(precisions.most_common())
+    )

@@ -1,8 +1,8 @@
-"""Latency of two sides, beside each other: the machine's moods meet both alike.
+"""Interleaved latency of two models, so that noise of the machine affects both.
 
-In each round both sides answer the same texts, one after the other, and whoever begins changes from round to round; it
-gives one ratio of medians. What is said of the ratio is an interval over rounds, never one figure. The sides do not
-alternate text by text: each would find its weights thrown out of the caches by the other one's, which no endpoint does.
+In each round both models predict the same texts, one model after the other, and the first one alternates. A round gives
+one ratio of medians; the result is an interval over rounds. The models do not alternate text by text: each would evict
+the other's weights from the caches, which does not happen in an endpoint.
 """
 
 import math
@@ -12,100 +12,112 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from rtrain.evaluation.decision import Speed
+from rtrain.evaluation.decision import LatencyComparison
 
-LEAST_ROUNDS, MOST_ROUNDS = 9, 51
-"""With nine, the interval leaves out the fastest and the slowest round: a hiccup of the machine spoils one."""
-FEWEST, MOST = 3, 12
-"""Texts of a bucket that are asked in each round."""
+MIN_ROUNDS, MAX_ROUNDS = 9, 51
+"""Nine rounds are enough for an interval without the fastest and the slowest round, i.e. without one outlier."""
+MIN_TEXTS, MAX_TEXTS = 3, 12
+"""Texts per bucket and round."""
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-"""Most tokens of a text of each bucket; longer texts share one more."""
+"""Upper bounds of the buckets in tokens; longer texts share one more bucket."""
 
-Ask = Callable[[int], object]
-"""Answers the row at a position."""
+RowAnswerer = Callable[[int], object]
+"""Predicts the row at a position."""
 
 
-def bucket(tokens: int) -> str:
-    """Name of the bucket that a text of so many tokens is in."""
-    upper = next((most for most in BUCKETS if tokens <= most), None)
+def bucket_name(tokens: int) -> str:
+    """Name of the bucket of a text with `tokens` tokens."""
+    upper = next((bound for bound in BUCKETS if tokens <= bound), None)
     return f"more than {BUCKETS[-1]} tokens" if upper is None else f"up to {upper} tokens"
 
 
-def chosen(lengths: Sequence[int]) -> dict[str, list[int]]:
-    """Positions of at most `MOST` rows of each bucket, spread evenly over it; the short ones first."""
-    found: dict[str, list[int]] = {}
+def choose_rows(lengths: Sequence[int]) -> dict[str, list[int]]:
+    """Choose at most `MAX_TEXTS` positions per bucket, evenly spread by length, short buckets first."""
+    buckets: dict[str, list[int]] = {}
     for position in sorted(range(len(lengths)), key=lambda row: lengths[row]):
-        found.setdefault(bucket(lengths[position]), []).append(position)
-    return {name: _spread(rows, MOST) for name, rows in found.items()}
+        buckets.setdefault(bucket_name(lengths[position]), []).append(position)
+    return {name: _spread_evenly(rows, MAX_TEXTS) for name, rows in buckets.items()}
 
 
-def _spread(rows: Sequence[int], most: int) -> list[int]:
-    return [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int))]
+def _spread_evenly(rows: Sequence[int], max_rows: int) -> list[int]:
+    return [rows[place] for place in np.unique(np.linspace(0, len(rows) - 1, min(max_rows, len(rows))).astype(int))]
 
 
-def measure(
-    base: Ask,
-    candidate: Ask,
+def measure_latency(
+    baseline: RowAnswerer,
+    candidate: RowAnswerer,
     rows: Mapping[str, Sequence[int]],
     seconds: float,
     clock: Callable[[], float] = time.perf_counter,
-) -> list[Speed]:
-    """The speed of both sides on the rows of each bucket, in about so many seconds, or what the least rounds of the
-    fewest texts take."""
-    found = []
+) -> list[LatencyComparison]:
+    """Compare the speed of both models in each bucket.
+
+    It takes about `seconds`, or the time of `MIN_ROUNDS` rounds of `MIN_TEXTS` texts.
+    """
+    comparisons = []
     for name, positions in rows.items():
-        # Answers of the first texts warm both sides up, and say how many there is time for.
-        cost = [_timed(base, row, clock) + _timed(candidate, row, clock) for row in [*positions[:FEWEST]] * 2]
+        # The first texts warm up both models and estimate the cost of a call.
+        cost = [
+            _time_call(baseline, row, clock) + _time_call(candidate, row, clock) for row in [*positions[:MIN_TEXTS]] * 2
+        ]
         calls = int(seconds / len(rows) / max(statistics.median(cost), 1e-9))
-        asked = _spread(positions, max(FEWEST, min(calls // LEAST_ROUNDS - 1, MOST)))
-        rounds = max(LEAST_ROUNDS, min(calls // (len(asked) + 1), MOST_ROUNDS))
-        found.append(_bucket(name, base, candidate, asked, rounds, clock))
-    return found
+        timed_rows = _spread_evenly(positions, max(MIN_TEXTS, min(calls // MIN_ROUNDS - 1, MAX_TEXTS)))
+        rounds = max(MIN_ROUNDS, min(calls // (len(timed_rows) + 1), MAX_ROUNDS))
+        comparisons.append(_measure_bucket(name, baseline, candidate, timed_rows, rounds, clock))
+    return comparisons
 
 
-def _bucket(
-    name: str, base: Ask, candidate: Ask, positions: Sequence[int], rounds: int, clock: Callable[[], float]
-) -> Speed:
-    times: tuple[list[float], list[float]] = ([], [])
+def _measure_bucket(
+    name: str,
+    baseline: RowAnswerer,
+    candidate: RowAnswerer,
+    positions: Sequence[int],
+    rounds: int,
+    clock: Callable[[], float],
+) -> LatencyComparison:
+    baseline_and_candidate_times: tuple[list[float], list[float]] = ([], [])
     ratios = []
     for number in range(rounds):
-        own: tuple[list[float], list[float]] = ([], [])
-        for side, ask in ((0, base), (1, candidate))[:: 1 if number % 2 else -1]:
-            ask(positions[0])  # it fetches the weights that the other side's have replaced
-            own[side].extend(_timed(ask, row, clock) for row in positions)
-        ratios.append(statistics.median(own[0]) / max(statistics.median(own[1]), 1e-9))
-        times[0].extend(own[0])
-        times[1].extend(own[1])
-    low, high = interval(ratios)
-    (base_p50, base_p99), (p50, p99) = (np.percentile(np.array(side) * 1000, (50, 99)).tolist() for side in times)
-    return Speed(
+        round_times: tuple[list[float], list[float]] = ([], [])
+        for side, answer in ((0, baseline), (1, candidate))[:: 1 if number % 2 else -1]:
+            answer(positions[0])  # loads the weights into the caches again
+            round_times[side].extend(_time_call(answer, row, clock) for row in positions)
+        ratios.append(statistics.median(round_times[0]) / max(statistics.median(round_times[1]), 1e-9))
+        baseline_and_candidate_times[0].extend(round_times[0])
+        baseline_and_candidate_times[1].extend(round_times[1])
+    low, high = median_interval(ratios)
+    (baseline_p50, baseline_p99), (p50, p99) = (
+        np.percentile(np.array(side) * 1000, (50, 99)).tolist() for side in baseline_and_candidate_times
+    )
+    return LatencyComparison(
         bucket=name,
-        base_p50=base_p50,
-        base_p99=base_p99,
+        baseline_p50=baseline_p50,
+        baseline_p99=baseline_p99,
         p50=p50,
         p99=p99,
-        calls=len(times[0]),
+        calls=len(baseline_and_candidate_times[0]),
         ratio=statistics.median(ratios),
         low=low,
         high=high,
     )
 
 
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Interval of the median that holds it with 95 % or more, whatever the values' distribution: order statistics, by
-    the sign test (Conover, Practical Nonparametric Statistics). Five values or fewer give less: their range."""
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """Distribution-free 95 % interval of the median by order statistics, from the sign test (Conover, Practical
+    Nonparametric Statistics). Five values or fewer give their range, with less confidence.
+    """
     ordered, count = sorted(values), len(values)
-    inside, tail = 0, 0.0
-    while inside < (count - 1) // 2:
-        tail += math.comb(count, inside) / 2**count
+    excluded, tail = 0, 0.0
+    while excluded < (count - 1) // 2:
+        tail += math.comb(count, excluded) / 2**count
         if 2 * tail > 0.05:
             break
-        inside += 1
-    place = max(0, inside - 1)
+        excluded += 1
+    place = max(0, excluded - 1)
     return ordered[place], ordered[count - 1 - place]
 
 
-def _timed(ask: Ask, row: int, clock: Callable[[], float]) -> float:
-    started = clock()
-    ask(row)
-    return clock() - started
+def _time_call(answer: RowAnswerer, row: int, clock: Callable[[], float]) -> float:
+    started_at = clock()
+    answer(row)
+    return clock() - started_at

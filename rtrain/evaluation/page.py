@@ -1,78 +1,89 @@
-"""The comparison as one page that needs nothing else, in the look of the report."""
+"""The comparison as one self-contained HTML page in the style of the report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rtrain.core.run_folder import Run
 from rtrain.evaluation import compare_summary, compare_table
-from rtrain.evaluation.changed_predictions import Flip, Kind
-from rtrain.evaluation.compare import Compared
-from rtrain.evaluation.differences import Against
-from rtrain.evaluation.pairing import NAMES
-from rtrain.evaluation.settings_diff import Setting
-from rtrain.evaluation.training_curves import Curves, Point
+from rtrain.evaluation.changed_predictions import ChangedPrediction, ChangeGroup
+from rtrain.evaluation.compare import RunComparison
+from rtrain.evaluation.differences import CandidateResult
+from rtrain.evaluation.pairing import SPLIT_NAMES
+from rtrain.evaluation.settings_diff import SettingDifference
+from rtrain.evaluation.training_curves import CurvePoint, Curves
 from rtrain.metrics import per_class
-from rtrain.metrics.registry import metric_for
+from rtrain.metrics.registry import get_metric
 from rtrain.report import stats
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Card, Cards, Cell, Figure, Note, Section, Table, Tile
-from rtrain.report.drawing.charts import Bar, Line
-from rtrain.report.drawing.page import render, write as write_page
-from rtrain.report.drawing.svg import duration, rate, score_name, short
+from rtrain.report.drawing.charts import Bar, LineSeries
+from rtrain.report.drawing.page import render_html, write_page as write_page
+from rtrain.report.drawing.svg import format_duration, format_rate, humanize_score_name, truncate
 
-SHOWN = 10
-"""Rows of a kind."""
-MOST_SLICES = 20
-MOST_CLASSES = 20
-"""Classes that are shown of those with too few rows, and of the others."""
-LONGEST = 500
-"""Characters of a text."""
-VALUE = 120
+MAX_SHOWN_ROWS = 10
+"""Rows shown per group."""
+MAX_SLICES = 20
+MAX_CLASSES = 20
+"""Shown classes: of those with too few rows, and of the others."""
+MAX_TEXT_CHARS = 500
+"""Characters of a shown text."""
+MAX_VALUE_CHARS = 120
 
 
-def default(found: Compared) -> Path:
-    """`compare-A-B.html` with the sides' names, beside the first run."""
-    names = "-".join(side.name.replace("/", "-") for side in found.sides)
-    root = found.sides[0].run.folder.parent
+def default_path(comparison: RunComparison) -> Path:
+    """`compare-A-B.html` with the candidates' names, beside the first run."""
+    names = "-".join(candidate.name.replace("/", "-") for candidate in comparison.candidates)
+    root = comparison.candidates[0].run.folder.parent
     return (root.parent if Run(root).is_search else root) / f"compare-{names[:150]}.html"
 
 
-def write(found: Compared, path: Path) -> Path:
-    """Write the page, whole or not at all. Raises `UserError` where it cannot be written."""
-    return write_page(path, page(found), "name another file with --out")
+def write_comparison(comparison: RunComparison, path: Path) -> Path:
+    """Write the page atomically. Raises `UserError` if it cannot be written."""
+    return write_page(path, render_comparison(comparison), "name another file with --out")
 
 
-def page(found: Compared) -> str:
-    sections = [_outcome(found), _settings(found), *_classes(found), *_slices(found), *_rows(found), _training(found)]
-    title = ", ".join(f"{side.letter}: {side.name}" for side in found.sides)
-    about = f"Models by rtrain beside each other, by the task {found.sides[0].config.recipe.task}"
-    return render(title, about, _tiles(found), sections, lead=f"{found.verdict}.")
+def render_comparison(comparison: RunComparison) -> str:
+    sections = [
+        _build_outcome(comparison),
+        _build_settings(comparison),
+        *_build_classes(comparison),
+        *_build_slices(comparison),
+        *_build_changed_rows(comparison),
+        _build_training(comparison),
+    ]
+    title = ", ".join(f"{candidate.letter}: {candidate.name}" for candidate in comparison.candidates)
+    description = f"Comparison of rtrain models for the task {comparison.candidates[0].config.recipe.task}"
+    return render_html(title, description, _build_tiles(comparison), sections, lead=f"{comparison.verdict}.")
 
 
-def _tiles(found: Compared) -> list[Tile]:
-    if found.measured is None:
+def _build_tiles(comparison: RunComparison) -> list[Tile]:
+    if comparison.answer_comparison is None:
         return []
-    first = found.measured.against[0].headline
-    a = found.sides[0]
+    first = comparison.answer_comparison.results[0].headline
+    a = comparison.candidates[0]
     tiles = [
         Tile(
-            f"{compare_summary.named(first)} of {a.letter}",
-            compare_summary.score(first, first.first),
-            short(a.name, 40),
+            f"{compare_summary.format_score_name(first)} of {a.letter}",
+            compare_summary.format_score(first, first.first),
+            truncate(a.name, 40),
         )
     ]
-    for one in found.measured.against:
-        change = compare_summary.change(one.headline)
-        value = compare_summary.score(one.headline, one.headline.other)
+    for candidate_result in comparison.answer_comparison.results:
+        change = compare_summary.format_change(candidate_result.headline)
+        value = compare_summary.format_score(candidate_result.headline, candidate_result.headline.other)
         tiles.append(
-            Tile(f"{compare_summary.named(first)} of {one.side.letter}", value, f"{short(one.side.name, 40)}, {change}")
+            Tile(
+                f"{compare_summary.format_score_name(first)} of {candidate_result.candidate.letter}",
+                value,
+                f"{truncate(candidate_result.candidate.name, 40)}, {change}",
+            )
         )
-    split = NAMES[found.measured.split]
+    split = SPLIT_NAMES[comparison.answer_comparison.split]
     tiles.append(
         Tile(
             "common rows",
-            f"{found.measured.rows:,}",
-            f"of the {split} split: {compare_table.common_of(found.measured)}",
+            f"{comparison.answer_comparison.rows:,}",
+            f"of the {split} split: {compare_table.format_common_rows(comparison.answer_comparison)}",
         )
     )
     return tiles
@@ -81,215 +92,248 @@ def _tiles(found: Compared) -> list[Tile]:
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def _outcome(found: Compared) -> Section:
-    if found.measured is None:
-        reason = f"Answers cannot be compared row by row: {found.lacking}. Below is what can be compared."
+def _build_outcome(comparison: RunComparison) -> Section:
+    if comparison.answer_comparison is None:
+        reason = (
+            f"Answers cannot be compared row by row: {comparison.missing_reason}. Settings and training are "
+            "compared below."
+        )
         return Section("outcome", "Outcome", "", [Note(reason)])
     intro = (
-        f"All on the same {found.measured.rows:,} {NAMES[found.measured.split]} rows: rows with the same texts and "
-        "label, whatever file they come from."
+        f"All scores are on the same {comparison.answer_comparison.rows:,} "
+        f"{SPLIT_NAMES[comparison.answer_comparison.split]} "
+        "rows. Rows are the same if their texts and "
+        "label are equal, whatever their file."
     )
-    if found.measured.left_out:
-        intro += f" {found.measured.left_out:,} more were cut to other lengths, and are left out."
+    if comparison.answer_comparison.excluded_rows:
+        intro += (
+            f" {comparison.answer_comparison.excluded_rows:,} more were truncated to different lengths and are "
+            "excluded."
+        )
     return Section(
-        "outcome", "Outcome", intro, [block for one in found.measured.against for block in _scores(found, one)]
+        "outcome",
+        "Outcome",
+        intro,
+        [block for result in comparison.answer_comparison.results for block in _build_score_table(comparison, result)],
     )
 
 
-def _scores(found: Compared, one: Against) -> Iterator[Block]:
-    a, b = found.sides[0].letter, one.side.letter
+def _build_score_table(comparison: RunComparison, candidate_result: CandidateResult) -> Iterator[Block]:
+    a, b = comparison.candidates[0].letter, candidate_result.candidate.letter
     rows = [
         (
-            compare_summary.named(score),
-            compare_summary.score(score, score.first),
-            compare_summary.score(score, score.other),
-            compare_summary.change(score),
-            compare_summary.probability(score.p),
+            compare_summary.format_score_name(score),
+            compare_summary.format_score(score, score.first),
+            compare_summary.format_score(score, score.other),
+            compare_summary.format_change(score),
+            compare_summary.format_p_value(score.p),
         )
-        for score in one.scores
+        for score in candidate_result.scores
     ]
     note = (
-        "Paired bootstrap: rows are drawn again and again, the same ones for both. p says how probable a difference of "
-        "this sign would be if neither were better."
+        "Paired bootstrap: both models are scored on the same resampled rows. p is the probability of a difference of "
+        "this sign if neither were better."
     )
-    if one.mcnemar is not None:
-        note += f" {compare_table.mcnemar(one, a, b)}: the verdict takes the larger p."
-    if len(found.sides) > 2:
+    if candidate_result.mcnemar is not None:
+        note += f" {compare_table.format_mcnemar(candidate_result, a, b)}: the verdict takes the larger p."
+    if len(comparison.candidates) > 2:
         note += " The verdict's p are corrected for the number of comparisons, by Holm's method."
-    head = ("score", a, b, f"{b} less {a}", "p")
-    yield Table(_sentence(compare_summary.of_one(one)), head, rows, note, wide=True)
+    head = ("score", a, b, f"{b} - {a}", "p")
+    yield Table(_capitalize(compare_summary.format_verdict(candidate_result)), head, rows, note, wide=True)
 
 
-def _sentence(words: str) -> str:
+def _capitalize(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _rows(found: Compared) -> Iterator[Section]:
-    if found.measured is None:
+def _build_changed_rows(comparison: RunComparison) -> Iterator[Section]:
+    if comparison.answer_comparison is None:
         return
-    a = found.sides[0].letter
-    blocks, without = list[Block](), list[str]()
-    for one in found.measured.against:
-        b = one.side.letter
-        for kind in one.kinds:
-            title = f"{_sentence(kind.name)}: {kind.rows:,} row{'' if kind.rows == 1 else 's'}"
+    a = comparison.candidates[0].letter
+    blocks, empty_groups = list[Block](), list[str]()
+    for candidate_result in comparison.answer_comparison.results:
+        b = candidate_result.candidate.letter
+        for kind in candidate_result.change_groups:
+            title = f"{_capitalize(kind.name)}: {kind.rows:,} row{'' if kind.rows == 1 else 's'}"
             if kind.shown:
-                cards = [_card(flip, a, b) for flip in kind.shown[:SHOWN]]
-                blocks.append(Cards(title, cards, _said_of(kind)))
+                cards = [_build_card(flip, a, b) for flip in kind.shown[:MAX_SHOWN_ROWS]]
+                blocks.append(Cards(title, cards, _format_order_note(kind)))
             else:
-                without.append(title)
-    if without:
-        blocks.append(Note(f"{'. '.join(without)}."))
-    intro = "Rows that are answered otherwise. A few of one kind say more than a score."
-    yield Section("rows", "Answered otherwise", intro, blocks)
+                empty_groups.append(title)
+    if empty_groups:
+        blocks.append(Note(f"{'. '.join(empty_groups)}."))
+    intro = "Rows with different predictions, grouped by change."
+    yield Section("rows", "Changed predictions", intro, blocks)
 
 
-def _said_of(kind: Kind) -> str:
-    more = f", {SHOWN} of them; rtrain compare --json has {len(kind.shown):,}" if kind.rows > SHOWN else ""
-    return f"{_sentence(kind.order)}{more}."
+def _format_order_note(group: ChangeGroup) -> str:
+    more_text = (
+        f", {MAX_SHOWN_ROWS} of them; rtrain compare --json has {len(group.shown):,}"
+        if group.rows > MAX_SHOWN_ROWS
+        else ""
+    )
+    return f"{_capitalize(group.sort_order)}{more_text}."
 
 
-def _card(flip: Flip, a: str, b: str) -> Card:
-    facts = [("true", short(flip.target, VALUE))] if flip.target else []
-    for letter, answer, score in ((a, flip.first, flip.first_score), (b, flip.other, flip.other_score)):
-        facts.append((letter, short(answer, VALUE) + ("" if score is None else f" ({score:.2f})")))
-    return Card(flip.text if len(flip.text) <= LONGEST else f"{flip.text[:LONGEST]} …", facts, flip.where)
+def _build_card(change: ChangedPrediction, a: str, b: str) -> Card:
+    facts = [("true", truncate(change.target, MAX_VALUE_CHARS))] if change.target else []
+    for letter, answer, score in ((a, change.first, change.first_score), (b, change.other, change.other_score)):
+        facts.append((letter, truncate(answer, MAX_VALUE_CHARS) + ("" if score is None else f" ({score:.2f})")))
+    return Card(
+        change.text if len(change.text) <= MAX_TEXT_CHARS else f"{change.text[:MAX_TEXT_CHARS]} …",
+        facts,
+        change.location,
+    )
 
 
-def _classes(found: Compared) -> Iterator[Section]:
-    against = () if found.measured is None else found.measured.against
+def _build_classes(comparison: RunComparison) -> Iterator[Section]:
+    against = () if comparison.answer_comparison is None else comparison.answer_comparison.results
     blocks: list[Block] = []
-    for one in against:
-        letters = (found.sides[0].letter, one.side.letter)
+    for candidate_result in against:
+        letters = (comparison.candidates[0].letter, candidate_result.candidate.letter)
         rows: list[Sequence[Cell]] = [
             (
-                *(short(str(each["class"]), 40), each["support"]),
-                *(f"{each[side][score]:.3f}" for score in per_class.SCORES for side in ("first", "other")),
-                per_class.TOO_FEW if each["support"] < per_class.LEAST_SUPPORT else "",
+                *(truncate(str(entry["class"]), 40), entry["support"]),
+                *(f"{entry[candidate][score]:.3f}" for score in per_class.SCORES for candidate in ("first", "other")),
+                per_class.TOO_FEW_ROWS if entry["support"] < per_class.MIN_SUPPORT else "",
             )
-            for part in per_class.split_by_support(one.classes)
-            for each in part[:MOST_CLASSES]
+            for part in per_class.split_by_support(candidate_result.classes)
+            for entry in part[:MAX_CLASSES]
         ]
         if rows:
             names = [f"{score} {letter}" for score in ("precision", "recall", "F1") for letter in letters]
-            title = f"{letters[1]} beside {letters[0]} by class"
+            title = f"{letters[1]} against {letters[0]} by class"
             blocks.append(Table(title, ("class", "rows", *names, ""), rows, wide=True))
     if blocks:
         yield Section("classes", "Classes", "Scores of each class on the common rows.", blocks)
 
 
-def _slices(found: Compared) -> Iterator[Section]:
-    if found.measured is None:
+def _build_slices(comparison: RunComparison) -> Iterator[Section]:
+    if comparison.answer_comparison is None:
         return
     blocks: list[Block] = []
-    for one in found.measured.against:
-        blocks += _slices_of(found.sides[0].letter, one)
+    for candidate_result in comparison.answer_comparison.results:
+        blocks += _build_slice_chart(comparison.candidates[0].letter, candidate_result)
     if blocks:
         intro = (
             "The difference on parts of the rows: quarters by length in tokens, and the values of the columns that the "
-            "recipe names (data.slices). Marked is what stays beyond chance after Holm's correction over all slices."
+            "recipe names (data.slices). Differences that stay significant after Holm's correction over all slices "
+            "are marked."
         )
         yield Section("slices", "Slices", intro, blocks)
 
 
-def _slices_of(a: str, one: Against) -> Iterator[Block]:
-    if not one.slices:
+def _build_slice_chart(a: str, candidate_result: CandidateResult) -> Iterator[Block]:
+    if not candidate_result.slices:
         return
-    b, beyond = one.side.letter, sum(bool(slice_.verdict) for slice_ in one.slices)
-    title = (
-        f"{beyond} of {len(one.slices)} slices tell {b} from {a}"
-        if beyond
-        else f"None of {len(one.slices)} slices tells {b} from {a} beyond chance"
+    b, significant_slices = (
+        candidate_result.candidate.letter,
+        sum(bool(slice_.verdict) for slice_ in candidate_result.slices),
     )
-    shown = one.slices
-    if len(shown) > MOST_SLICES:  # the middle says least
-        shown = (*shown[: MOST_SLICES // 2], *shown[-MOST_SLICES // 2 :])
-    unit = 100 if compare_summary.is_share(one.headline) else 1
+    title = (
+        f"{significant_slices} of {len(candidate_result.slices)} slices differ significantly between {a} and {b}"
+        if significant_slices
+        else f"None of {len(candidate_result.slices)} slices differs significantly between {a} and {b}"
+    )
+    shown_slices = candidate_result.slices
+    if len(shown_slices) > MAX_SLICES:  # the middle is the least informative
+        shown_slices = (*shown_slices[: MAX_SLICES // 2], *shown_slices[-MAX_SLICES // 2 :])
+    unit = 100 if compare_summary.is_share(candidate_result.headline) else 1
     bars = [
         Bar(
-            f"{slice_.column}: {slice_.value}" + (" (beyond chance)" if slice_.verdict else ""),
+            f"{slice_.column}: {slice_.value}" + (" (significant)" if slice_.verdict else ""),
             unit * slice_.difference.difference,
-            f"{compare_summary.figures(slice_.difference)}, {slice_.difference.rows:,} rows",
+            f"{compare_summary.format_difference(slice_.difference)}, {slice_.difference.rows:,} rows",
             (unit * slice_.difference.low, unit * slice_.difference.high),
         )
-        for slice_ in shown
+        for slice_ in shown_slices
     ]
-    name = compare_summary.named(one.headline)
-    gain = f"{name} of {b} less {a}, in points" if unit == 100 else f"by how much {b} has less {name} than {a}"
-    yield Figure(title, charts.bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
+    name = compare_summary.format_score_name(candidate_result.headline)
+    gain = f"{name} of {b} minus {a}, in points" if unit == 100 else f"{name} of {a} minus {b}"
+    yield Figure(title, charts.draw_bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
 
 
-# ------------------------------------------------------------------------------------------- how they came to be, cost
+# ------------------------------------------------------------------------------------------------------ training, cost
 
 
-def _training(found: Compared) -> Section:
-    score = score_name(metric_for(found.sides[0].output).headline.removeprefix("neg_"))
-    sign = -1 if metric_for(found.sides[0].output).headline.startswith("neg_") else 1
+def _build_training(comparison: RunComparison) -> Section:
+    score = humanize_score_name(get_metric(comparison.candidates[0].output).headline.removeprefix("neg_"))
+    sign = -1 if get_metric(comparison.candidates[0].output).headline.startswith("neg_") else 1
     blocks = [
-        *_curve(found, "Training loss", "training loss", lambda one: one.loss, 1),
-        *_curve(found, f"Validation {score}", f"validation {score}", lambda one: one.score, sign),
+        *_build_curves(comparison, "Training loss", "training loss", lambda curves: curves.loss, 1),
+        *_build_curves(comparison, f"Validation {score}", f"validation {score}", lambda curves: curves.score, sign),
     ]
-    head = ("", *(side.letter for side in found.sides))
+    head = ("", *(candidate.letter for candidate in comparison.candidates))
     note = (
-        "The time from creation to end has everything in it, also pauses; seconds of training are those in which "
-        "gradients were computed, and times workers what the machines were held for."
+        "The time from creation to end includes pauses. Seconds of training are the time of computing gradients; times "
+        "workers, they measure the use of the machines."
     )
-    cost = Table("What it cost", head, _costs(found), note, wide=True)
-    intro = "Over rows trained on, and over seconds of the starts, without the time between them."
+    cost = Table("Cost", head, _cost_rows(comparison), note, wide=True)
+    intro = "Over rows trained on, and over the seconds of all attempts without the time between them."
     return Section("training", "Training", intro, [*blocks, cost])
 
 
-def _costs(found: Compared) -> list[tuple[str, ...]]:
-    """What each side cost, a line for each measure."""
-    known = found.costs
+def _cost_rows(comparison: RunComparison) -> list[tuple[str, ...]]:
+    """Cost of each candidate, one line per measure."""
+    costs = comparison.costs
     return [
-        ("status", *(one.status for one in known)),
-        ("updates", *(f"{one.updates:,}" for one in known)),
-        ("rows trained on", *(f"{one.rows_seen:,}" for one in known)),
-        ("time from creation to end", *(duration(one.seconds) for one in known)),
-        ("seconds of training", *(f"{one.train_seconds:,.1f}" for one in known)),
-        ("times workers", *(f"{one.worker_seconds:,.1f}" for one in known)),
-        ("rows/s", *(rate(one.rows_per_second) for one in known)),
-        ("MB of weights that answer", *("-" if one.megabytes is None else f"{one.megabytes:,.1f}" for one in known)),
+        ("status", *(cost.status for cost in costs)),
+        ("steps", *(f"{cost.steps:,}" for cost in costs)),
+        ("rows trained on", *(f"{cost.rows_seen:,}" for cost in costs)),
+        ("time from creation to end", *(format_duration(cost.seconds) for cost in costs)),
+        ("seconds of training", *(f"{cost.train_seconds:,.1f}" for cost in costs)),
+        ("times workers", *(f"{cost.worker_seconds:,.1f}" for cost in costs)),
+        ("rows/s", *(format_rate(cost.rows_per_second) for cost in costs)),
+        ("MB of weights", *("-" if cost.megabytes is None else f"{cost.megabytes:,.1f}" for cost in costs)),
     ]
 
 
-def _curve(
-    found: Compared, title: str, label: str, of: Callable[[Curves], Sequence[Point]], sign: int
+def _build_curves(
+    comparison: RunComparison,
+    title: str,
+    label: str,
+    select_points: Callable[[Curves], Sequence[CurvePoint]],
+    sign: int,
 ) -> Iterator[Figure]:
-    known = [(side.letter, of(curves)) for side, curves in zip(found.sides, found.curves, strict=True)]
+    series = [
+        (candidate.letter, select_points(curves))
+        for candidate, curves in zip(comparison.candidates, comparison.curves, strict=True)
+    ]
     for axis, x in (("rows", "rows trained on"), ("seconds", "seconds")):
-        # An entry for a side without points keeps the colours of the others.
+        # An entry without points keeps the colors of the other candidates.
         lines = [
-            Line(
+            LineSeries(
                 letter,
-                *stats.thin(
+                *stats.thin_curve(
                     [float(getattr(point, axis)) for point in points], [sign * point.value for point in points]
                 ),
-                dots=len(points) <= 60 and label.startswith("validation"),
+                has_dots=len(points) <= 60 and label.startswith("validation"),
             )
-            for letter, points in known
+            for letter, points in series
         ]
         if any(line.xs for line in lines):
-            yield Figure(f"{title} over {axis}", charts.lines(lines, x, label), "")
+            yield Figure(f"{title} over {axis}", charts.draw_lines(lines, x, label), "")
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
 
 
-def _settings(found: Compared) -> Section:
-    known = found.settings
+def _build_settings(comparison: RunComparison) -> Section:
+    differences = comparison.settings
     blocks = [
-        _differences(found, "Settings that change the weights", known.weights),
-        _differences(found, "Settings that change no weight", known.others),
-        _differences(found, "Versions", known.versions),
-        _differences(found, "Digests", known.digests),
+        _build_setting_table(comparison, "Settings that change the weights", differences.weight_settings),
+        _build_setting_table(comparison, "Settings that change no weight", differences.other_settings),
+        _build_setting_table(comparison, "Versions", differences.versions),
+        _build_setting_table(comparison, "Digests", differences.digests),
     ]
-    return Section("settings", "What was set otherwise", "", blocks)
+    return Section("settings", "Differences in settings", "", blocks)
 
 
-def _differences(found: Compared, title: str, settings: Sequence[Setting]) -> Block:
+def _build_setting_table(comparison: RunComparison, title: str, settings: Sequence[SettingDifference]) -> Block:
     if not settings:
         return Note(f"{title}: all the same.")
-    rows = [(short(one.name, VALUE), *(short(value, VALUE) for value in one.values)) for one in settings]
-    return Table(title, ("name", *(side.letter for side in found.sides)), rows, wide=True)
+    rows = [
+        (truncate(setting.name, MAX_VALUE_CHARS), *(truncate(value, MAX_VALUE_CHARS) for value in setting.values))
+        for setting in settings
+    ]
+    return Table(title, ("name", *(candidate.letter for candidate in comparison.candidates)), rows, wide=True)

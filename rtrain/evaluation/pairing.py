@@ -1,6 +1,6 @@
-"""The row answers of each side, and the rows that all sides have answered.
+"""The answers of each candidate, and the rows that all candidates have answered.
 
-Rows are the same where their `row_id` is: a hash of texts, label and occurrence, whatever file or place they come from.
+Equal rows have equal `row_id`: a hash of texts, label and occurrence, independent of file and line.
 """
 
 from collections.abc import Sequence
@@ -13,124 +13,131 @@ import pyarrow.parquet
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.data.store.store import open_store
-from rtrain.evaluation.candidates import Side
+from rtrain.evaluation.candidates import Candidate
 from rtrain.inference import score
 from rtrain.inference.predictor import Predictor
 from rtrain.report import row_predictions
-from rtrain.report.live.progress import say
+from rtrain.report.live.progress import print_message
 from rtrain.report.row_predictions import SPLITS, AnswerRows
 from rtrain.runs import predictions
 
 Ints = npt.NDArray[np.int64]
-NAMES = {"test": "test", "valid": "validation"}
+SPLIT_NAMES = {"test": "test", "valid": "validation"}
 
 
 @dataclass(frozen=True, eq=False)
-class Answers:
-    """What a side answered to all rows of a split."""
+class CandidateAnswers:
+    """One candidate's answers to all rows of a split."""
 
     rows: AnswerRows
     ids: npt.NDArray[np.uint64]
-    position: Ints
-    """Places of the rows in the token store's split."""
+    positions: Ints
+    """Positions of the rows in the split of the token store."""
 
 
 @dataclass(frozen=True, eq=False)
-class Paired:
-    """The rows of a split that all sides have answered, in the order of the first side's file."""
+class PairedAnswers:
+    """The rows of a split that all candidates have answered, in the order of the first candidate's file."""
 
     split: str
-    answers: Sequence[Answers]
-    """One entry per side."""
-    at: Sequence[Ints]
-    """For each side, the places of the common rows in its answers."""
+    answers: Sequence[CandidateAnswers]
+    """One entry per candidate."""
+    positions: Sequence[Ints]
+    """For each candidate, the places of the common rows in its answers."""
 
     def __len__(self) -> int:
-        return len(self.at[0])
+        return len(self.positions[0])
 
 
-def paired(sides: Sequence[Side], splits: Sequence[str] = SPLITS) -> Paired | str:
-    """The common rows of the first of `splits` that all sides have answered; or why rows cannot be compared one by one.
+def pair_answers(candidates: Sequence[Candidate], splits: Sequence[str] = SPLITS) -> PairedAnswers | str:
+    """Pair the common rows of the first of `splits` that all candidates have answered, or return a reason.
 
-    Raises `UserError` where none of these is a row of all sides: rows of another split, which have chosen the weights,
-    would say less than they seem to.
+    Raises `UserError` if the candidates share no row of that split. Rows of another split chose the weights, so they
+    would be biased.
     """
-    lacking = []
+    missing_reasons = []
     for split in splits:
-        without = [side for side in sides if not _known(side, split)]
-        if without:
-            lacking.append(f"{', '.join(map(str, without))} left no answers to {NAMES[split]} rows")
+        unanswered = [candidate for candidate in candidates if not _has_answers(candidate, split)]
+        if unanswered:
+            missing_reasons.append(f"{', '.join(map(str, unanswered))} have no answers to {SPLIT_NAMES[split]} rows")
             continue
-        found = [_answers(side, split) for side in sides]
-        if empty := [side for side, answers in zip(sides, found, strict=True) if answers is None]:
-            lacking.append(f"{', '.join(map(str, empty))} had no {NAMES[split]} rows")
+        loaded_answers = [_load_answers(candidate, split) for candidate in candidates]
+        if empty := [
+            candidate for candidate, answers in zip(candidates, loaded_answers, strict=True) if answers is None
+        ]:
+            missing_reasons.append(f"{', '.join(map(str, empty))} have no {SPLIT_NAMES[split]} rows")
             continue
-        answers = [one for one in found if one is not None]
-        at = common([one.ids for one in answers])
-        if len(at[0]):
-            return Paired(split, answers, at)
-        counts = ", ".join(f"{side.letter} {len(one.ids):,}" for side, one in zip(sides, answers, strict=True))
-        reason = f"none of the {NAMES[split]} rows is common to all ({counts})"
-        fix = "train them with one data.test file, or score one artefact on the other's rows with rtrain evaluate"
-        raise UserError(f"{reason}, and only answers to the same rows can be compared; {fix}", code="no_common_rows")
-    return "; ".join([*lacking, *map(_way_on, filter(_is_open, sides))])
+        answers = [loaded for loaded in loaded_answers if loaded is not None]
+        positions = common_positions([candidate_answers.ids for candidate_answers in answers])
+        if len(positions[0]):
+            return PairedAnswers(split, answers, positions)
+        counts = ", ".join(
+            f"{candidate.letter} {len(candidate_answers.ids):,}"
+            for candidate, candidate_answers in zip(candidates, answers, strict=True)
+        )
+        reason = f"the runs share no {SPLIT_NAMES[split]} row ({counts})"
+        fix = "train them with one data.test file, or score one artifact on the other's rows with rtrain evaluate"
+        raise UserError(f"{reason}; {fix}", code="no_common_rows")
+    return "; ".join([*missing_reasons, *map(_resume_hint, filter(_is_unfinished, candidates))])
 
 
-def _is_open(side: Side) -> bool:
-    """Whether the training of a run has not ended. A trial is its search's to go on with."""
-    return side.own and side.made is None and not Run(side.run.folder.parent).is_search
+def _is_unfinished(candidate: Candidate) -> bool:
+    """Whether a run is unfinished and can be resumed; trials are resumed by their search."""
+    return candidate.is_run_artifact and candidate.metadata is None and not Run(candidate.run.folder.parent).is_search
 
 
-def _way_on(side: Side) -> str:
-    return f"to end the training of {side}: {side.run.resumed_by}"
+def _resume_hint(candidate: Candidate) -> str:
+    return f"to finish {candidate}: {candidate.run.resume_command}"
 
 
-def common(ids: Sequence[npt.NDArray[np.uint64]]) -> list[Ints]:
-    """For each list of distinct ids, the places of those that are in all lists, in the order of the first."""
-    shared = set.intersection(*(set(one.tolist()) for one in ids))
-    kept = [value for value in ids[0].tolist() if value in shared]
-    places = [{value: place for place, value in enumerate(one.tolist())} for one in ids]
-    return [np.array([place[value] for value in kept], dtype=np.int64) for place in places]
+def common_positions(ids: Sequence[npt.NDArray[np.uint64]]) -> list[Ints]:
+    """For each list of distinct ids, the places of the ids common to all lists, in the order of the first list."""
+    shared = set.intersection(*(set(row_ids.tolist()) for row_ids in ids))
+    shared_ids = [value for value in ids[0].tolist() if value in shared]
+    places = [{value: place for place, value in enumerate(row_ids.tolist())} for row_ids in ids]
+    return [np.array([place[value] for value in shared_ids], dtype=np.int64) for place in places]
 
 
-def _key(side: Side, split: str) -> str:
-    """What the file of answers is called by. An artefact that is made anew has another version, and another file."""
-    if side.own or side.made is None:
+def _predictions_key(candidate: Candidate, split: str) -> str:
+    """Name of the candidate's predictions file. Another version of a derived artifact has another file."""
+    if candidate.is_run_artifact or candidate.metadata is None:
         return split
-    return f"{split}-{side.folder.name}-{side.made.version}"
+    return f"{split}-{candidate.folder.name}-{candidate.metadata.version}"
 
 
-def _known(side: Side, split: str) -> bool:
-    return side.run.predictions(_key(side, split)).is_file() or (side.made is not None and side.run.store is not None)
+def _has_answers(candidate: Candidate, split: str) -> bool:
+    return candidate.run.predictions(_predictions_key(candidate, split)).is_file() or (
+        candidate.metadata is not None and candidate.run.token_store is not None
+    )
 
 
-def _answers(side: Side, split: str) -> Answers | None:
-    """The side's answers, asked for where the run has none in a file; None for a split without rows."""
-    key = _key(side, split)
-    path = side.run.predictions(key)
-    if not path.is_file() and not _ask(side, split):
+def _load_answers(candidate: Candidate, split: str) -> CandidateAnswers | None:
+    """Read the candidate's answers, or predict them if the file is missing; None for a split without rows."""
+    key = _predictions_key(candidate, split)
+    path = candidate.run.predictions(key)
+    if not path.is_file() and not _write_answers(candidate, split):
         return None
-    rows = row_predictions.read(side.run, key)
+    rows = row_predictions.read_answers(candidate.run, key)
     if rows is None:
         return None
     table = pyarrow.parquet.read_table(path, columns=["row_id", "position"])
-    return Answers(rows, table["row_id"].to_numpy(), table["position"].to_numpy())
+    return CandidateAnswers(rows, table["row_id"].to_numpy(), table["position"].to_numpy())
 
 
-def _ask(side: Side, split: str) -> bool:
-    """Write the answers of the side's artefact to a split; False where the split has no rows."""
-    where = side.run.store
-    assert where is not None  # _known
-    store = open_store(where)
-    count = store.rows(split)
+def _write_answers(candidate: Candidate, split: str) -> bool:
+    """Predict a split with the candidate's artifact and write the answers; False for a split without rows."""
+    store_path = candidate.run.token_store
+    assert store_path is not None  # by `_has_answers`
+    store = open_store(store_path)
+    count = store.num_rows(split)
     if not count:
         return False
-    say(f"{side} answers {count:,} {NAMES[split]} rows")
-    predictor = Predictor.load(side.folder)
-    outcomes = score.on_split(predictor, store, split, np.arange(count)).outcomes
-    path = side.run.predictions(_key(side, split))
+    print_message(f"{candidate} predicts {count:,} {SPLIT_NAMES[split]} rows")
+    predictor = Predictor.load(candidate.folder)
+    outcomes = score.predict_split(predictor, store, split, np.arange(count)).row_results
+    path = candidate.run.predictions(_predictions_key(candidate, split))
     try:
-        predictions.write(path, split, store, predictor.task, predictor.head, outcomes, predictor.tokenizer)
+        predictions.write_predictions(path, split, store, predictor.task, predictor.head, outcomes, predictor.tokenizer)
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror}); make the run's folder writable", code="not_writable"

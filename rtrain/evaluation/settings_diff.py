@@ -1,4 +1,4 @@
-"""What was set otherwise: settings by their dotted names, versions, digests."""
+"""Differences between runs: settings by their dotted names, versions, digests."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,75 +6,84 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.core.errors import hide
-from rtrain.evaluation.candidates import Side
+from rtrain.core.errors import redact
+from rtrain.evaluation.candidates import Candidate
 
-NONE = "-"
+NO_VALUE = "-"
 
 
 @dataclass(frozen=True)
-class Setting:
-    """Something that is not the same for all sides."""
+class SettingDifference:
+    """A value that differs between candidates."""
 
     name: str
     values: tuple[str, ...]
-    """One for each side; `-` where it has none."""
+    """One per candidate; `-` if missing."""
 
 
 @dataclass(frozen=True)
-class Settings:
-    weights: tuple[Setting, ...]
-    """Settings that change what is learned."""
-    others: tuple[Setting, ...]
-    """Those of speed, cluster, serving: they change no weight."""
-    versions: tuple[Setting, ...]
-    digests: tuple[Setting, ...]
+class SettingDifferences:
+    weight_settings: tuple[SettingDifference, ...]
+    """Settings that change the weights."""
+    other_settings: tuple[SettingDifference, ...]
+    """Settings of speed, cluster and serving."""
+    versions: tuple[SettingDifference, ...]
+    digests: tuple[SettingDifference, ...]
 
 
-def of(sides: Sequence[Side]) -> Settings:
-    every = _differing(sides, lambda side: configuration.flat(side.config) | _resolved(side.config))
-    learned = {name for side in sides for name in configuration.dotted(side.config.recipe.weights())}
-    return Settings(
-        tuple(one for one in every if one.name in learned),
-        tuple(one for one in every if one.name not in learned),
-        _differing(sides, lambda side: _created(side).get("versions") or {}),
-        _differing(sides, _digests),
+def collect_settings(candidates: Sequence[Candidate]) -> SettingDifferences:
+    differences = _find_differences(
+        candidates,
+        lambda candidate: configuration.flatten_config(candidate.config) | _resolved_settings(candidate.config),
+    )
+    weight_names = {
+        name
+        for candidate in candidates
+        for name in configuration.flatten_document(candidate.config.recipe.weight_settings())
+    }
+    return SettingDifferences(
+        tuple(difference for difference in differences if difference.name in weight_names),
+        tuple(difference for difference in differences if difference.name not in weight_names),
+        _find_differences(candidates, lambda candidate: _created_event(candidate).get("versions") or {}),
+        _find_differences(candidates, _collect_digests),
     )
 
 
-def _resolved(config: Config) -> dict[str, Any]:
-    """A run's rows per update are what its workers, passes and frequency came to."""
-    return {"train.rows_per_update": config.recipe.rows_per_update}
+def _resolved_settings(config: Config) -> dict[str, Any]:
+    """The global batch size follows from workers, micro-batch size and aggregation frequency."""
+    return {"train.global_batch_size": config.recipe.global_batch_size}
 
 
-def _created(side: Side) -> dict[str, Any]:
-    return side.run.first("created") or {}
+def _created_event(candidate: Candidate) -> dict[str, Any]:
+    return candidate.run.first_event("created") or {}
 
 
-def _digests(side: Side) -> dict[str, Any]:
-    created = _created(side)
-    found = {
+def _collect_digests(candidate: Candidate) -> dict[str, Any]:
+    created = _created_event(candidate)
+    digests = {
         "rows": created.get("data_digest"),
-        "order of training": side.summary["order_digest"],
-        "artefact": None if side.made is None else side.made.version,
+        "row order": candidate.summary["order_digest"],
+        "artifact": None if candidate.metadata is None else candidate.metadata.version,
     }
     for role, files in (created.get("origin") or {}).items():
-        # By content alone: the same file may lie elsewhere.
-        found[f"files, {role}"] = ", ".join(sorted(sha256[:12] for sha256 in files.values()))
-    return found
+        # By content: the same file may have another path.
+        digests[f"files, {role}"] = ", ".join(sorted(sha256[:12] for sha256 in files.values()))
+    return digests
 
 
-def _differing(sides: Sequence[Side], read: Callable[[Side], dict[str, Any]]) -> tuple[Setting, ...]:
-    known = [read(side) for side in sides]
-    names = dict.fromkeys(name for one in known for name in one)
-    rows = [(name, [one.get(name) for one in known]) for name in names]
+def _find_differences(
+    candidates: Sequence[Candidate], read_settings: Callable[[Candidate], dict[str, Any]]
+) -> tuple[SettingDifference, ...]:
+    values_by_candidate = [read_settings(candidate) for candidate in candidates]
+    names = dict.fromkeys(name for settings in values_by_candidate for name in settings)
+    rows = [(name, [settings.get(name) for settings in values_by_candidate]) for name in names]
     return tuple(
-        Setting(name, tuple(_text(value) for value in values))
+        SettingDifference(name, tuple(_format_value(value) for value in values))
         for name, values in rows
         if any(value != values[0] for value in values)
     )
 
 
-def _text(value: Any) -> str:
-    """Without what is secret in an address."""
-    return NONE if value is None else hide(str(value))
+def _format_value(value: Any) -> str:
+    """Format a value; secrets in addresses are redacted."""
+    return NO_VALUE if value is None else redact(str(value))

@@ -1,4 +1,4 @@
-"""Whether a difference is more than chance: the paired bootstrap, McNemar's test, rows needed."""
+"""Significance of a difference: paired bootstrap, McNemar's test, required sample size."""
 
 import math
 from dataclasses import dataclass
@@ -6,22 +6,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from rtrain.metrics import bootstrap
-from rtrain.metrics.scores import MOST_DRAWS
-from rtrain.metrics.slices import LEAST
-from rtrain.metrics.sums import Additive
-from rtrain.report.stats import wilson
+from rtrain.metrics.scores import MAX_DRAWS
+from rtrain.metrics.slices import MIN_ROWS
+from rtrain.metrics.sums import SumMetric
+from rtrain.report.stats import wilson_interval
 
 ALPHA = 0.05
-"""A difference with a smaller p is taken for more than chance."""
+"""Significance level."""
 REPLICATES = 2000
-"""Resamples: p is at least 1 in 1,000, also after the correction for a few comparisons."""
+"""Resamples. The least p is 1 in 1,000, small enough for the correction of a few comparisons."""
 Z95, Z80 = 1.959964, 0.841621
-"""Quantiles of the normal distribution: of a two-sided 95 % interval, and of a power of 80 %."""
+"""Quantiles of the normal distribution for a two-sided 95 % interval and for a power of 80 %."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A score of another model less that of the first one, on the same rows."""
+    """Score of another model minus score of the first one, on the same rows."""
 
     name: str
     first: float
@@ -35,52 +35,63 @@ class Difference:
 
     @property
     def verdict(self) -> int:
-        """1: the other model is better, -1: worse, 0: not told apart; of a score of which larger is better.
+        """1: the other model is better, -1: worse, 0: not significant. Larger scores are better.
 
-        Of very few rows the bootstrap says too much: each of its resamples repeats the same ones.
+        The bootstrap is overconfident on very few rows, since resamples repeat the same rows.
         """
-        if self.rows < LEAST or self.p >= ALPHA:
+        if self.rows < MIN_ROWS or self.p >= ALPHA:
             return 0
         return 1 if self.difference > 0 else -1
 
 
-def differences(first: Additive, other: Additive, replicates: int = REPLICATES) -> list[Difference]:
-    """Each score that both have, in the order of the first; a score that is not finite is left out. Of many rows there
-    are fewer resamples, at most `MOST_DRAWS` rows in all."""
+def compare_scores(first: SumMetric, other: SumMetric, replicates: int = REPLICATES) -> list[Difference]:
+    """Compare each finite score that both have, in the order of the first.
+
+    Many rows get fewer resamples: at most `MAX_DRAWS` drawn rows in all.
+    """
     rows = len(first)
-    fewer = max(100, min(replicates, MOST_DRAWS // max(1, rows)))
-    with np.errstate(invalid="ignore"):  # of two endless perplexities
-        found = bootstrap.compare(other, first, replicates=fewer)
-    before, after = first.scores(), other.scores()
-    # Beside the negative of an error the error itself says nothing more.
-    twice = {name.removeprefix("neg_") for name in found if name.startswith("neg_")}
-    kept = {name: one for name, one in found.items() if all(map(math.isfinite, one)) and name not in twice}
+    resamples = max(100, min(replicates, MAX_DRAWS // max(1, rows)))
+    with np.errstate(invalid="ignore"):  # inf - inf of two infinite perplexities
+        comparisons = bootstrap.compare(other, first, replicates=resamples)
+    first_scores, other_scores = first.scores(), other.scores()
+    # An error is redundant beside its negative.
+    redundant_names = {name.removeprefix("neg_") for name in comparisons if name.startswith("neg_")}
+    finite_comparisons = {
+        name: comparison
+        for name, comparison in comparisons.items()
+        if all(map(math.isfinite, comparison)) and name not in redundant_names
+    }
     return [
         Difference(
             name,
-            before[name],
-            after[name],
-            one.difference,
-            one.low,
-            one.high,
-            # Rows too many for all resamples are enough for the normal distribution, which has no least p.
-            min(one.p, _normal(one)) if fewer < replicates and one.p <= 2 / (fewer + 1) else one.p,
+            first_scores[name],
+            other_scores[name],
+            comparison.difference,
+            comparison.low,
+            comparison.high,
+            # With fewer resamples there are many rows, so the normal approximation is valid; it has no least p.
+            min(comparison.p, _normal_p_value(comparison))
+            if resamples < replicates and comparison.p <= 2 / (resamples + 1)
+            else comparison.p,
             rows,
         )
-        for name, one in kept.items()
+        for name, comparison in finite_comparisons.items()
     ]
 
 
-def _normal(one: bootstrap.Comparison) -> float:
-    """p of a difference by its interval, whose ends are 1.96 standard errors apart from the middle."""
-    error = (one.high - one.low) / (2 * Z95)
-    return math.erfc(abs(one.difference) / error / math.sqrt(2)) if error else 0.0
+def _normal_p_value(comparison: bootstrap.Comparison) -> float:
+    """Compute p from the interval, whose half-width is 1.96 standard errors."""
+    error = (comparison.high - comparison.low) / (2 * Z95)
+    return math.erfc(abs(comparison.difference) / error / math.sqrt(2)) if error else 0.0
 
 
-def unpaired(name: str, first: float, other: float, rows: int) -> Difference:
-    """Two shares of so many rows each, of which it is not known which rows they are: the interval is Newcombe's (1998,
-    method 10), by Wilson's of each share, p that of the normal approximation. Wider than a comparison row by row."""
-    (low_a, high_a), (low_b, high_b) = (wilson(share * rows, rows) for share in (first, other))
+def compare_shares(name: str, first: float, other: float, rows: int) -> Difference:
+    """Compare two shares of `rows` rows each, without row pairing.
+
+    The interval is Newcombe's (1998, method 10) from Wilson's intervals; p is the normal approximation. Both are wider
+    than a paired comparison.
+    """
+    (low_a, high_a), (low_b, high_b) = (wilson_interval(share * rows, rows) for share in (first, other))
     difference, mean = other - first, (first + other) / 2
     low = difference - math.hypot(other - low_b, high_a - first)
     high = difference + math.hypot(high_b - other, first - low_a)
@@ -89,29 +100,28 @@ def unpaired(name: str, first: float, other: float, rows: int) -> Difference:
     return Difference(name, first, other, difference, low, high, p, rows)
 
 
-def mcnemar(lost: int, won: int) -> float:
-    """Two-sided p of McNemar's test, exact: of the rows that only one of two models has right, each is as likely to be
-    the one's as the other's (McNemar 1947)."""
-    both = lost + won
-    if not both:
+def mcnemar_p_value(lost: int, won: int) -> float:
+    """Exact two-sided p of McNemar's test (1947): discordant rows favor either model with equal probability."""
+    discordant = lost + won
+    if not discordant:
         return 1.0
     from scipy.special import bdtr
 
-    return float(min(1.0, 2 * bdtr(min(lost, won), both, 0.5)))
+    return float(min(1.0, 2 * bdtr(min(lost, won), discordant, 0.5)))
 
 
-def seen(one: Difference) -> float:
-    """The smallest difference that so many rows show four times out of five, by the spread of this one."""
-    return (Z95 + Z80) * _error(one)
+def minimum_detectable_effect(observed: Difference) -> float:
+    """Smallest difference that these rows detect with a power of 80 %, from this difference's standard error."""
+    return (Z95 + Z80) * _standard_error(observed)
 
 
-def needed(one: Difference, difference: float) -> int:
-    """Rows on which a difference of that size would be found four times out of five, to two digits."""
-    rows = one.rows * (seen(one) / abs(difference)) ** 2
+def required_sample_size(observed: Difference, effect: float) -> int:
+    """Rows that detect this effect with a power of 80 %, to two digits."""
+    rows = observed.rows * (minimum_detectable_effect(observed) / abs(effect)) ** 2
     digits = max(0, math.floor(math.log10(max(rows, 1.0))) - 1)
     return int(np.ceil(rows / 10**digits) * 10**digits)
 
 
-def _error(one: Difference) -> float:
-    """Standard error, from the width of the interval."""
-    return (one.high - one.low) / (2 * Z95)
+def _standard_error(observed: Difference) -> float:
+    """Standard error from the width of the interval."""
+    return (observed.high - observed.low) / (2 * Z95)

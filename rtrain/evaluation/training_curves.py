@@ -1,4 +1,4 @@
-"""How the sides came to be: curves of loss and score over rows and seconds, and what each one cost."""
+"""Training of the candidates: curves of loss and score over rows and seconds, and the cost of each run."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -6,122 +6,128 @@ from dataclasses import dataclass
 from typing import Any
 
 from rtrain.core.run_folder import Run
-from rtrain.data.order import Order
-from rtrain.evaluation.candidates import Side
+from rtrain.data.order import RowOrder
+from rtrain.evaluation.candidates import Candidate
 from rtrain.inference import artifact
-from rtrain.metrics.registry import metric_for
-from rtrain.report.sections.curves import newest
-from rtrain.report.summary import ROWS_READ, STATUSES
+from rtrain.metrics.registry import get_metric
+from rtrain.report.sections.curves import last_event_per_step
+from rtrain.report.summary import ROWS_READ_EVENTS, STATUSES
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Point:
+class CurvePoint:
     rows: int
-    """Rows trained on so far."""
+    """Rows trained on up to this point."""
     seconds: float
-    """Since the first start, without the time between an end and the next start."""
+    """Seconds since the first attempt, without the time between attempts."""
     value: float
 
 
 @dataclass(frozen=True)
 class Curves:
-    loss: tuple[Point, ...]
-    score: tuple[Point, ...]
-    """The headline on the validation rows; larger is better."""
+    loss: tuple[CurvePoint, ...]
+    score: tuple[CurvePoint, ...]
+    """Headline score of the validation rows; larger is better."""
 
 
 @dataclass(frozen=True)
-class Cost:
+class TrainingCost:
     status: str
-    updates: int
+    steps: int
     rows_seen: int
     seconds: float
-    """Wall clock from the run's creation to its last event."""
+    """Wall-clock time from the run's creation to its last event."""
     train_seconds: float
     worker_seconds: float
-    """Seconds of training times workers: what the machines were held for."""
+    """Seconds of training times workers."""
     rows_per_second: float
     workers: int | None
     megabytes: float | None
-    """Size of the weights that answer; None before there is an artefact."""
+    """Size of the artifact's weights; None without an artifact."""
 
 
-def curves(run: Run, rows_per_update: int, output: str) -> Curves:
-    headline = metric_for(output).headline
+def read_curves(run: Run, global_batch_size: int, output: str) -> Curves:
+    headline = get_metric(output).headline
     log = run.events()
-    trained_on = _rows_until(log, rows_per_update)
-    seconds = {id(event): passed for event, passed in clock(log)}
+    count_rows = _make_row_counter(log, global_batch_size)
+    seconds = {id(event): elapsed for event, elapsed in iter_active_seconds(log)}
 
-    def points(events: Sequence[Event], value: str) -> tuple[Point, ...]:
+    def make_points(events: Sequence[Event], value: str) -> tuple[CurvePoint, ...]:
         return tuple(
-            Point(trained_on(event["update"]), round(seconds[id(event)], 3), float(_value(event, value)))
-            for event in newest(events)
-            if _value(event, value) is not None and math.isfinite(_value(event, value))
+            CurvePoint(count_rows(event["step"]), round(seconds[id(event)], 3), float(_get_value(event, value)))
+            for event in last_event_per_step(events)
+            if _get_value(event, value) is not None and math.isfinite(_get_value(event, value))
         )
 
     progress = [event for event in log if event["kind"] == "progress"]
-    # Scores are measured once more with what was chosen by them (a threshold): no point of the curve.
-    scored = [e for e in log if e["kind"] == "evaluated" and e["split"] == "valid" and "chosen" not in e]
-    return Curves(points(progress, "loss"), points(scored, headline))
+    # Evaluations with a calibrated threshold repeat the scores of the best step, so they are no points of the curve.
+    evaluations = [
+        event
+        for event in log
+        if event["kind"] == "evaluated" and event["split"] == "valid" and "calibration" not in event
+    ]
+    return Curves(make_points(progress, "loss"), make_points(evaluations, headline))
 
 
-def _rows_until(log: Sequence[Event], rows_per_update: int) -> Callable[[int], int]:
-    """Rows trained on after so many updates: an epoch's last one has what is left of the rows."""
-    rows = next((event["rows"]["train"] for event in log if event["kind"] in ROWS_READ and "rows" in event), None)
+def _make_row_counter(log: Sequence[Event], global_batch_size: int) -> Callable[[int], int]:
+    """Make a function from steps to trained rows: the last step of an epoch has the remaining rows."""
+    rows = next(
+        (event["rows"]["train"] for event in log if event["kind"] in ROWS_READ_EVENTS and "rows" in event), None
+    )
     if not rows:
-        return lambda update: update * rows_per_update
-    return Order("", rows, rows_per_update, epochs=1, seed=0).rows_until
+        return lambda step: step * global_batch_size
+    return RowOrder("", rows, global_batch_size, epochs=1, seed=0).rows_until
 
 
-def _value(event: Event, name: str) -> Any:
+def _get_value(event: Event, name: str) -> Any:
     return event.get(name) if event["kind"] == "progress" else event["scores"].get(name)
 
 
-def clock(log: Sequence[Event]) -> Iterator[tuple[Event, float]]:
-    """(event, seconds of all starts up to it). What lies between the end of a start and the next one is left out: a
-    pause, a night."""
-    passed, begun, base = 0.0, None, 0.0
+def iter_active_seconds(log: Sequence[Event]) -> Iterator[tuple[Event, float]]:
+    """Yield (event, seconds of all attempts up to it), without the time between attempts."""
+    elapsed, started_at, seconds_before = 0.0, None, 0.0
     for event in log:
         if event["kind"] == "started":
-            begun, base = event["time"], passed
-        if begun is not None:
-            passed = base + max(0.0, event["time"] - begun)
-        yield event, passed
+            started_at, seconds_before = event["time"], elapsed
+        if started_at is not None:
+            elapsed = seconds_before + max(0.0, event["time"] - started_at)
+        yield event, elapsed
         if event["kind"] in (*STATUSES, "crashed"):
-            begun = None
+            started_at = None
 
 
-def trained(log: Sequence[Event]) -> Iterator[tuple[Event, float]]:
-    """(event, seconds of training up to it), for each event that tells how long its start has trained by then: what the
-    updates took, without evaluations, checkpoints and the waiting for rows. So runs that evaluate more often, or pause,
-    are no slower by it. A start goes on from the seconds of the update that it begins with: what was trained beyond and
-    lost in a crash does not count."""
-    known, base = {0: 0.0}, 0.0
+def iter_training_seconds(log: Sequence[Event]) -> Iterator[tuple[Event, float]]:
+    """Yield (event, seconds of training up to it) for each event with the training time of its attempt.
+
+    Training time excludes evaluations, checkpoints and waiting for rows, so that runs with more evaluations or pauses
+    are comparable. A resumed attempt continues from the seconds of its first step: steps lost in a crash do not count.
+    """
+    seconds_by_step, seconds_before = {0: 0.0}, 0.0
     for event in log:
         if event["kind"] == "started":
-            known = {update: seconds for update, seconds in known.items() if update <= event["update"]}
-            base = known[max(known)]
+            seconds_by_step = {step: seconds for step, seconds in seconds_by_step.items() if step <= event["step"]}
+            seconds_before = seconds_by_step[max(seconds_by_step)]
         elif "train_s" in event:
-            known[event["update"]] = base + event["train_s"]
-            yield event, known[event["update"]]
+            seconds_by_step[event["step"]] = seconds_before + event["train_s"]
+            yield event, seconds_by_step[event["step"]]
         elif event["kind"] == "trained":
-            known[event["updates"]] = base + event["seconds"].get("train", 0.0)
-            yield event, known[event["updates"]]
+            seconds_by_step[event["steps"]] = seconds_before + event["seconds"].get("train", 0.0)
+            yield event, seconds_by_step[event["steps"]]
 
 
-def cost(side: Side) -> Cost:
-    found = side.summary
-    made, workers = side.made, found["workers"]
-    return Cost(
-        status=found["status"],
-        updates=found["updates"],
-        rows_seen=found["rows_seen"],
-        seconds=found["seconds"]["total"],
-        train_seconds=found["seconds"]["train"],
-        worker_seconds=round(found["seconds"]["train"] * (workers or 1), 1),
-        rows_per_second=found["rows_per_second"],
+def collect_cost(candidate: Candidate) -> TrainingCost:
+    summary = candidate.summary
+    metadata, workers = candidate.metadata, summary["workers"]
+    return TrainingCost(
+        status=summary["status"],
+        steps=summary["steps"],
+        rows_seen=summary["rows_seen"],
+        seconds=summary["seconds"]["total"],
+        train_seconds=summary["seconds"]["train"],
+        worker_seconds=round(summary["seconds"]["train"] * (workers or 1), 1),
+        rows_per_second=summary["rows_per_second"],
         workers=workers,
-        megabytes=None if made is None else round(artifact.size_mb(side.folder, made.engine), 1),
+        megabytes=None if metadata is None else round(artifact.model_size_mb(candidate.folder, metadata.engine), 1),
     )

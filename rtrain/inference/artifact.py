@@ -17,19 +17,30 @@ from pathlib import Path
 from typing import Any
 
 from rtrain.core import atomic_write, engines, json_files, manifest
-from rtrain.core.errors import UserError, meant
+from rtrain.core.errors import UserError, suggest_path
 
-NAME = json_files.ARTIFACT_JSON
-SCHEMA_VERSION = 1
-DESCRIBING = (NAME, "config.json", "tokenizer.json")
-"""The files that are read of every artefact, beside the model's."""
-REWRITTEN = (NAME, manifest.NAME)
+FILE_NAME = json_files.ARTIFACT_JSON
+SCHEMA_VERSION = 2
+METADATA_FILES = (FILE_NAME, "config.json", "tokenizer.json")
+"""The files of every artifact, in addition to the model's."""
+FILES_REWRITTEN_BY_GATE = (FILE_NAME, manifest.FILE_NAME)
 """The files that a gate's verdict changes."""
-COLUMNS = (
-    *("format", "delimiter", "escape", "text", "text_pair", "label", "separator", "slices", "split", "split_by"),
+ROW_FORMAT_SETTINGS = (
+    *(
+        "format",
+        "delimiter",
+        "escape",
+        "text",
+        "text_pair",
+        "label",
+        "separator",
+        "slices",
+        "split_column",
+        "group_column",
+    ),
     *("max_row_bytes", "max_bad_rows"),
 )
-"""Settings of `data` that say how a file of rows is read, and so how `rtrain evaluate` reads another one."""
+"""Settings of `data` for reading a file of rows, which `rtrain evaluate` applies to another file."""
 
 GOLDEN_INPUTS = (
     "Hello",
@@ -40,11 +51,11 @@ GOLDEN_INPUTS = (
     "I changed banks last week, so the card that you have on file will not work for the next payment; "
     "please tell me how to replace it, and whether I need to do anything about the invoice that is still open.",
 )
-"""Texts whose answers are stored by the artefact's maker: short and long, several scripts of punctuation."""
+"""Texts whose logits are stored in the artifact: short and long, with punctuation of several scripts."""
 
 
 class ArtifactError(UserError):
-    """A folder that is no artefact, is damaged, or does not answer as its maker recorded."""
+    """A folder that is no artifact, is damaged, or does not reproduce its golden answers."""
 
 
 @dataclass(frozen=True)
@@ -56,107 +67,117 @@ class Artifact:
     labels: tuple[str, ...]
     max_tokens: int
     engine: str
-    """What answers: a name in `rtrain.core.engines`."""
+    """The engine: a name in `rtrain.core.engines`."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What the task needs to answer, beside the labels: how windows are pooled, the mean of the targets, ..."""
+    """Values that the task needs in addition to the labels: pooling of windows, mean of the targets, ..."""
     data: Mapping[str, Any] = field(default_factory=dict)
-    """How the rows were read that it was trained on: `COLUMNS`. Empty in artefacts that were made without."""
+    """Settings that the training rows were read with (`ROW_FORMAT_SETTINGS`), possibly empty."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     lineage: Mapping[str, Any] = field(default_factory=dict)
     gate: Mapping[str, Any] | None = None
-    """What the gate has found of it (`rtrain.evaluation.gate`); None before."""
-    reference: Mapping[str, Any] = field(default_factory=dict)
-    """What its input and answers looked like on the validation rows (`rtrain.inference.drift_baseline.measure`). Empty
-    in artefacts that were made without."""
+    """The gate's verdict (`rtrain.evaluation.gate`); None before."""
+    drift_baseline: Mapping[str, Any] = field(default_factory=dict)
+    """Distribution of inputs and answers on the validation rows
+    (`rtrain.inference.drift_baseline.build_split_baseline`), possibly empty."""
     golden: tuple[Mapping[str, Any], ...] = ()
     """`{"inputs": text or texts, "logits": [...]}` each, as computed by the maker through
     `rtrain.inference.predictor`."""
     version: str = ""
-    """Digest of the files that answer: two artefacts of one version answer alike."""
+    """Digest of the model's files: two artifacts of one version give the same answers."""
     schema_version: int = SCHEMA_VERSION
 
 
-def write(
+def write_artifact(
     folder: Path,
     artifact: Artifact,
-    answer: Callable[[Path, Artifact], Sequence[Sequence[Any]]],
+    compute_logits: Callable[[Path, Artifact], Sequence[Sequence[Any]]],
     inputs: Sequence[Any] = GOLDEN_INPUTS,
 ) -> Artifact:
-    """Complete a folder that holds the model files: version, golden answers by `answer`, artifact.json, manifest."""
-    answering = {*(path.name for path in engines.get(artifact.engine).present(folder)), "tokenizer.json"}
-    parts = [path for path in sorted(folder.iterdir()) if path.name in answering]
-    total = hashlib.sha256("\n".join(artifact.labels).encode())
+    """Complete a folder that holds the model files: version, golden answers by `compute_logits`, artifact.json,
+    manifest."""
+    model_file_names = {
+        *(path.name for path in engines.get_engine(artifact.engine).find_files(folder)),
+        "tokenizer.json",
+    }
+    model_files = [path for path in sorted(folder.iterdir()) if path.name in model_file_names]
+    digest = hashlib.sha256("\n".join(artifact.labels).encode())
     if artifact.facts:
-        total.update(json.dumps(artifact.facts, sort_keys=True).encode())
-    for path in parts:
-        total.update(path.read_bytes())
-    artifact = replace(artifact, version=total.hexdigest()[:12])
-    logits = answer(folder, artifact)
-    golden = tuple({"inputs": asked, "logits": row} for asked, row in zip(inputs, logits, strict=True))
+        digest.update(json.dumps(artifact.facts, sort_keys=True).encode())
+    for path in model_files:
+        digest.update(path.read_bytes())
+    artifact = replace(artifact, version=digest.hexdigest()[:12])
+    logits = compute_logits(folder, artifact)
+    golden = tuple({"inputs": texts, "logits": row} for texts, row in zip(inputs, logits, strict=True))
     artifact = replace(artifact, golden=golden)
-    path = _describe(folder, artifact)
-    for part in parts:
-        # safetensors lets its owner alone read what it writes; an endpoint often runs as another user.
-        part.chmod(path.stat().st_mode)
-    manifest.write(folder)
+    path = _write_artifact_json(folder, artifact)
+    for model_file in model_files:
+        # safetensors makes its files readable by their owner alone; an endpoint often runs as another user.
+        model_file.chmod(path.stat().st_mode)
+    manifest.write_manifest(folder)
     return artifact
 
 
-def judged(folder: Path, gate: Mapping[str, Any], reference: Mapping[str, Any] | None = None) -> Artifact:
-    """Write a gate's verdict into the artefact of a draft folder, and its manifest anew (`REWRITTEN`); `reference` in
-    place of its own, where it answers otherwise than what it was made from."""
-    artifact = read(folder)
-    artifact = replace(artifact, gate=gate, reference=artifact.reference if reference is None else reference)
-    _describe(folder, artifact)
-    manifest.write(folder)
+def write_gate_verdict(
+    folder: Path, gate: Mapping[str, Any], drift_baseline: Mapping[str, Any] | None = None
+) -> Artifact:
+    """Write a gate's verdict into the artifact of a draft folder, and rewrite its manifest (`FILES_REWRITTEN_BY_GATE`).
+
+    `drift_baseline` replaces its own, for an int8 artifact whose answers differ from the float artifact's."""
+    artifact = read_artifact(folder)
+    artifact = replace(
+        artifact, gate=gate, drift_baseline=artifact.drift_baseline if drift_baseline is None else drift_baseline
+    )
+    _write_artifact_json(folder, artifact)
+    manifest.write_manifest(folder)
     return artifact
 
 
-def _describe(folder: Path, artifact: Artifact) -> Path:
-    path = folder / NAME
+def _write_artifact_json(folder: Path, artifact: Artifact) -> Path:
+    path = folder / FILE_NAME
     path.write_text(json.dumps(asdict(artifact), indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
 
 
 def is_compressed(artifact: Artifact) -> bool:
-    """Whether it was made smaller from another one, which it must not be much worse than: int8, or a student."""
-    return not engines.get(artifact.engine).gradients or "teacher" in artifact.lineage
+    """Whether it is compressed from another artifact, int8 or a student, which the gate compares it with."""
+    return not engines.get_engine(artifact.engine).has_gradients or "teacher" in artifact.lineage
 
 
-def refusal(gate: Mapping[str, Any] | None, version: str) -> str | None:
-    """Why the gate has refused the artefact of a version: the reasons, in one line. None where it has not, or has
-    looked at another one."""
+def rejection_reason(gate: Mapping[str, Any] | None, version: str) -> str | None:
+    """Return the gate's reasons for refusing the artifact of a version, in one line; None without a refusal of that
+    version."""
     if gate is None or gate.get("verdict") != "refuse" or gate.get("version") != version:
         return None
     return "; ".join(gate.get("reasons") or ["no reason given"])
 
 
-def use(artifact: Artifact) -> tuple[str, ...]:
-    """The verb to which the artefact goes next, and what stands behind its folder: `serve` where an endpoint takes it,
-    `inspect` where the gate has refused it, `gate` where it was made smaller and the gate has not looked at it."""
-    if refusal(artifact.gate, artifact.version) is not None:
+def next_command(artifact: Artifact) -> tuple[str, ...]:
+    """Return the next verb for the artifact, and the arguments after its folder: `inspect` if the gate has refused it,
+    `gate` if it is compressed and not judged yet, else `serve`."""
+    if rejection_reason(artifact.gate, artifact.version) is not None:
         return ("inspect",)
     if is_compressed(artifact) and (artifact.gate or {}).get("version") != artifact.version:
-        return ("gate", "--against", "BASE")
+        return ("gate", "--baseline", "BASE")
     return ("serve",)
 
 
-def read(folder: Path, verify: bool = True) -> Artifact:
-    """The artefact of a folder; `verify` compares every file with the manifest, which has to record all that answer."""
-    path = folder / NAME
+def read_artifact(folder: Path, verify: bool = True) -> Artifact:
+    """Read the artifact of a folder; `verify` compares every file with the manifest, which must record all model
+    files."""
+    path = folder / FILE_NAME
     if not path.is_file():
-        inner = folder / "artifact"
-        named = f"did you mean {inner}?" if (inner / NAME).is_file() else meant(folder)
-        hint = named or "name the artifact folder of a finished run"
-        raise ArtifactError(f"{folder} is no artefact (no {NAME}); {hint}", code="not_an_artifact")
-    if verify and (problem := manifest.damage(folder, _answering(folder))) is not None:
+        nested_folder = folder / "artifact"
+        suggestion = f"did you mean {nested_folder}?" if (nested_folder / FILE_NAME).is_file() else suggest_path(folder)
+        hint = suggestion or "name the artifact folder of a finished run"
+        raise ArtifactError(f"{folder} is no artifact (no {FILE_NAME}); {hint}", code="not_an_artifact")
+    if verify and (problem := manifest.find_damage(folder, _required_file_names(folder))) is not None:
         raise ArtifactError(
-            f"artefact {folder} is damaged: {problem}; make it again or copy it whole", code="damaged_artifact"
+            f"artifact {folder} is damaged: {problem}; make it again or copy it completely", code="damaged_artifact"
         )
-    document = document_of(folder)
+    document = read_artifact_json(folder)
     if document.get("schema_version") != SCHEMA_VERSION:
         raise ArtifactError(
-            f"artefact {folder} is of schema {document.get('schema_version')}, this rtrain reads {SCHEMA_VERSION}",
+            f"artifact {folder} is of schema {document.get('schema_version')}, this rtrain reads {SCHEMA_VERSION}",
             code="other_version",
         )
     try:
@@ -164,35 +185,35 @@ def read(folder: Path, verify: bool = True) -> Artifact:
         return Artifact(**document)
     except (KeyError, TypeError) as error:
         raise ArtifactError(
-            f"artefact {folder}: its {NAME} has other fields than this rtrain writes ({error}); use the version that "
-            "made it, or make it again",
+            f"artifact {folder}: its {FILE_NAME} has other fields than this rtrain writes ({error}); use the version "
+            "that made it, or make it again",
             code="other_version",
         ) from None
 
 
-def _answering(folder: Path) -> list[str]:
-    """Names of the files there that any engine would read: which one answers is known once they are verified."""
-    described = [path for path in (folder / name for name in DESCRIBING) if path.is_file()]
-    models = [path for engine in engines.ENGINES.values() for path in engine.present(folder)]
-    return [path.name for path in (*described, *models)]
+def _required_file_names(folder: Path) -> list[str]:
+    """Return the existing files of all engines: the engine is only known after verification."""
+    metadata_files = [path for path in (folder / name for name in METADATA_FILES) if path.is_file()]
+    model_files = [path for engine in engines.ENGINES.values() for path in engine.find_files(folder)]
+    return [path.name for path in (*metadata_files, *model_files)]
 
 
-def document_of(folder: Path) -> dict[str, Any]:
-    """artifact.json as it stands, of whatever schema. Raises `ArtifactError` where it is cut off."""
+def read_artifact_json(folder: Path) -> dict[str, Any]:
+    """Load artifact.json of any schema. Raises `ArtifactError` if it is truncated."""
     try:
-        return json_files.read(folder / NAME)
+        return json_files.load_json_object(folder / FILE_NAME)
     except UserError as error:
         raise ArtifactError(str(error), code=error.code) from None
 
 
-def size_mb(folder: Path, engine: str) -> float:
-    """Megabytes of the weights that answer."""
-    return sum(path.stat().st_size for path in engines.get(engine).present(folder)) / 1e6
+def model_size_mb(folder: Path, engine: str) -> float:
+    """Return the megabytes of the engine's files."""
+    return sum(path.stat().st_size for path in engines.get_engine(engine).find_files(folder)) / 1e6
 
 
-def publish(draft: Path, final: Path) -> Path:
-    """Move a complete draft to its name; an older artefact there is replaced as a whole. Behind a link it is the folder
-    that the link names: a deployment's `current` stays a link."""
-    final = final.resolve()
-    atomic_write.replace_folder(draft, final)
-    return final
+def publish_artifact(draft: Path, final_path: Path) -> Path:
+    """Move a complete draft to its final name, replacing an older artifact as a whole. A link is followed: a
+    deployment's `current` stays a link."""
+    final_path = final_path.resolve()
+    atomic_write.replace_folder(draft, final_path)
+    return final_path

@@ -1,8 +1,8 @@
-"""What a model's input and answers looked like on the validation rows; `serve.observability.drift` compares.
+"""The drift baseline: distributions of inputs and answers on the validation rows, for `serve.observability.drift`.
 
-Four things are known of a row, the same of a validation row and of a request: its length in tokens, the share of its
-tokens that are unknown pieces, how sure the model is of its answer, and the labels that it got. An artefact has a
-histogram of each, as JSON, and the score below which its answers are no answers (`abstain_below`).
+A row, of the validation split or of a request, has four features: its length in tokens, its share of unknown tokens,
+the confidence of its answer, and its predicted labels. An artifact has a histogram of each, as JSON, and the score
+below which the model should abstain (`choose_abstain_threshold`).
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.core.ragged import OUTSIDE, Encoded, Head, Int32s, Ints, Outputs, Ragged, Tokens, pack
+from rtrain.core.ragged import OUT_OF_SCOPE, EncodedRow, Head, Int32s, Ints, Outputs, RaggedArray, TokenBatch, collate
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks.base import Task
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from rtrain.data.store.store import Store
 
-EDGES: dict[str, tuple[float, ...]] = {
+BIN_EDGES: dict[str, tuple[float, ...]] = {
     "tokens": (
         *(4, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128, 192, 256, 384, 512),
         *(768, 1024, 1536, 2048, 3072, 4096, 6144, 8191),
@@ -30,129 +30,146 @@ EDGES: dict[str, tuple[float, ...]] = {
     "unknown": (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.5),
     "score": (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99, 0.995, 0.999),
 }
-"""Upper edges of the bins, which hold them; a last bin has all above."""
-SCORED = ("classes", "labels", "heads")
-"""Kinds of output of which one number says how sure the model is of a row, with or without a label at hand."""
-NAMED = ("classes", "labels")
+"""Upper edges of the bins, inclusive; a last bin has all larger values."""
+SCORED_OUTPUTS = ("classes", "labels", "heads")
+"""Kinds of output with one confidence per row, independent of a label."""
+LABELED_OUTPUTS = ("classes", "labels")
 """Kinds of output whose answers are labels of the whole row."""
-NONE = "none"
-"""In place of a label where there is none."""
-VERSION = 2
-"""Counts up when the histograms come to mean something else."""
-MOST_ROWS = 20_000
-"""More validation rows would not make the histograms better."""
-ABSTAIN = "abstain"
-"""Name of the fact in an artefact."""
-KEPT_ANSWERS = 0.95
-"""Share of the right answers to validation rows whose score is at least `abstain_below`."""
+NO_LABEL = "none"
+"""Placeholder for an answer without labels."""
+BASELINE_VERSION = 2
+"""Version of the histograms' meaning."""
+MAX_ROWS = 20_000
+"""Most validation rows; more would not improve the histograms."""
+ABSTAIN_FACT = "abstain"
+"""Name of the fact in an artifact."""
+MIN_ANSWERED_SHARE = 0.95
+"""Share of the right answers to validation rows whose score is at least `choose_abstain_threshold`."""
 
 
-class Features(NamedTuple):
-    """What is looked at of rows, one entry each. None where the model has no such thing."""
+class DriftFeatures(NamedTuple):
+    """Features of rows, one entry each. None where the model lacks the feature."""
 
     tokens: npt.NDArray[np.float64]
-    unknown: npt.NDArray[np.float64] | None
+    unknown_share: npt.NDArray[np.float64] | None
     """The share of unknown pieces; None where the vocabulary has a piece for every byte."""
     score: npt.NDArray[np.float64] | None
-    """How sure the model is of its answer, 0 to 1; NaN of a row without an answer. Classes have the chance of the
-    best one, refused or not: unknown input is what no class is sure of."""
+    """Confidence of the answer, 0 to 1; NaN for a row without an answer. For classes the probability of the best one,
+    rejected or not: out-of-scope input has low confidence for every class."""
     labels: list[list[str]] | None
 
-    def numbers(self) -> dict[str, npt.NDArray[np.float64]]:
+    def numeric_features(self) -> dict[str, npt.NDArray[np.float64]]:
         """All but the labels, by name."""
-        found = {"tokens": self.tokens, "unknown": self.unknown, "score": self.score}
-        return {name: values for name, values in found.items() if values is not None}
+        features = {"tokens": self.tokens, "unknown": self.unknown_share, "score": self.score}
+        return {name: values for name, values in features.items() if values is not None}
 
 
-def of_answers(
-    task: Task, head: Head, outputs: Outputs, encoded: Sequence[Encoded], unknown_id: int | None
-) -> Features:
-    """Features of requests, from their tokens and the model's outputs."""
-    tokens = pack(encoded)
-    outcomes = task.outcomes(outputs, tokens, head) if task.output in SCORED else None
-    return _features(task, head, outcomes, tokens, unknown_id)
+def compute_request_features(
+    task: Task, head: Head, outputs: Outputs, encoded: Sequence[EncodedRow], unknown_id: int | None
+) -> DriftFeatures:
+    """Compute the features of requests from their tokens and the model's outputs."""
+    tokens = collate(encoded)
+    row_results = task.row_results(outputs, tokens, head) if task.output in SCORED_OUTPUTS else None
+    return _compute_features(task, head, row_results, tokens, unknown_id)
 
 
-def _features(task: Task, head: Head, outcomes: Ragged | None, tokens: Tokens, unknown_id: int | None) -> Features:
-    lengths, score, labels = tokens.lengths_of_rows, None, None
-    if outcomes is not None and task.output in SCORED:
-        # What is read of the description does not depend on the labels, which nobody knows of a request.
-        known = task.targets([task.stand_in("", head)] * len(tokens), Ragged.of([], np.int32), head).values
-        described = task.describe(outcomes, known, head)
-        best = softmax(outcomes.matrix(len(head.labels))).max(axis=1) if task.output == "classes" else described.score
-        score = best.astype(np.float64)
-        if task.output in NAMED:
-            labels = [[one] if isinstance(one, str) else list(one) or [NONE] for one in described.prediction]
-    return Features(lengths.astype(np.float64), _shares(tokens.ids, lengths, unknown_id), score, labels)
+def _compute_features(
+    task: Task, head: Head, row_results: RaggedArray | None, tokens: TokenBatch, unknown_id: int | None
+) -> DriftFeatures:
+    lengths, score, labels = tokens.row_lengths, None, None
+    if row_results is not None and task.output in SCORED_OUTPUTS:
+        # The values read from the report are independent of the labels, which are unknown for a request.
+        placeholder_targets = task.build_targets(
+            [task.placeholder_label("", head)] * len(tokens), RaggedArray.from_rows([], np.int32), head
+        ).values
+        row_reports = task.explain_rows(row_results, placeholder_targets, head)
+        top_scores = (
+            softmax(row_results.to_matrix(len(head.labels))).max(axis=1)
+            if task.output == "classes"
+            else row_reports.score
+        )
+        score = top_scores.astype(np.float64)
+        if task.output in LABELED_OUTPUTS:
+            labels = [
+                [prediction] if isinstance(prediction, str) else list(prediction) or [NO_LABEL]
+                for prediction in row_reports.prediction
+            ]
+    return DriftFeatures(lengths.astype(np.float64), _unknown_shares(tokens.ids, lengths, unknown_id), score, labels)
 
 
-def measure(
-    task: Task, head: Head, store: "Store", outcomes: Ragged, unknown_id: int | None, split: str = "valid"
+def build_split_baseline(
+    task: Task, head: Head, store: "Store", row_results: RaggedArray, unknown_id: int | None, split: str = "valid"
 ) -> dict[str, Any]:
-    """`of_rows` for a split; `outcomes` are those of its rows in index order."""
-    rows = np.arange(min(len(outcomes), MOST_ROWS))
-    if task.packs or not len(rows):
+    """`build_baseline` for a split; `row_results` are those of its rows in index order."""
+    rows = np.arange(min(len(row_results), MAX_ROWS))
+    if task.packs_text or not len(rows):
         return {}
-    tokens, targets = store.read(split, rows), store.targets(split, rows)
-    return of_rows(task, head, outcomes.take(rows), tokens, targets, unknown_id)
+    tokens, targets = store.read_tokens(split, rows), store.targets(split, rows)
+    return build_baseline(task, head, row_results.take(rows), tokens, targets, unknown_id)
 
 
-def of_rows(
-    task: Task, head: Head, outcomes: Ragged, tokens: Tokens, targets: Ragged, unknown_id: int | None
+def build_baseline(
+    task: Task, head: Head, row_results: RaggedArray, tokens: TokenBatch, targets: RaggedArray, unknown_id: int | None
 ) -> dict[str, Any]:
-    """The histograms of rows, for an artefact.
+    """Build the histograms of rows, for an artifact.
 
-    Rows that are labelled as outside of all classes are left out. Empty where too few rows are left to say anything, or
-    where they are not what requests are: blocks of text.
+    Rows labeled as out of scope are excluded. Empty without remaining rows, or for blocks of text, which differ from
+    requests.
     """
-    rows = np.arange(len(outcomes))
+    rows = np.arange(len(row_results))
     if task.output == "classes" and len(rows):
-        rows = rows[targets.values != OUTSIDE]
-    if task.packs or not len(rows):
+        rows = rows[targets.values != OUT_OF_SCOPE]
+    if task.packs_text or not len(rows):
         return {}
-    found = _features(task, head, outcomes.take(rows), tokens.pick(rows), unknown_id)
-    document: dict[str, Any] = {"version": VERSION, "rows": len(rows)}
-    for name, values in found.numbers().items():
-        counts = np.bincount(place(values[~np.isnan(values)], EDGES[name]), minlength=len(EDGES[name]) + 1)
-        document[name] = {"edges": list(EDGES[name]), "counts": counts.tolist()}
-    if found.labels is not None:
-        document["labels"] = dict(sorted(Counter(label for row in found.labels for label in row).items()))
+    features = _compute_features(task, head, row_results.take(rows), tokens.take(rows), unknown_id)
+    document: dict[str, Any] = {"version": BASELINE_VERSION, "rows": len(rows)}
+    for name, values in features.numeric_features().items():
+        counts = np.bincount(
+            assign_bins(values[~np.isnan(values)], BIN_EDGES[name]), minlength=len(BIN_EDGES[name]) + 1
+        )
+        document[name] = {"edges": list(BIN_EDGES[name]), "counts": counts.tolist()}
+    if features.labels is not None:
+        document["labels"] = dict(sorted(Counter(label for row in features.labels for label in row).items()))
     return document
 
 
-def place(values: npt.NDArray[np.float64], edges: Sequence[float]) -> Ints:
+def assign_bins(values: npt.NDArray[np.float64], edges: Sequence[float]) -> Ints:
     """The bin of each value."""
     return np.searchsorted(np.asarray(edges, dtype=np.float64), values, side="left").astype(np.int64)
 
 
-def abstain_below(task: Task, head: Head, outcomes: Ragged, targets: Ragged) -> dict[str, float]:
-    """The fact `ABSTAIN` of a classifier: the score below which its answer is better not given.
+def choose_abstain_threshold(
+    task: Task, head: Head, row_results: RaggedArray, targets: RaggedArray
+) -> dict[str, float]:
+    """Choose the fact `ABSTAIN_FACT` of a classifier: the score below which it should abstain.
 
-    `KEPT_ANSWERS` of the right answers to the validation rows are at least as sure. Empty for other tasks, and where
-    rows outside of all classes have shown a better one: those thresholds are chosen when the model is trained.
+    `MIN_ANSWERED_SHARE` of the right answers to the validation rows have at least this score. Empty for other tasks,
+    and where out-of-scope rows have set a better threshold during training.
     """
-    if task.output != "classes" or "threshold" in head.facts or not len(outcomes):
+    if task.output != "classes" or "threshold" in head.facts or not len(row_results):
         return {}
-    described = task.describe(outcomes, targets, head)
-    right = np.array([one == other for one, other in zip(described.prediction, described.target, strict=True)])
-    if not right.any():
+    row_reports = task.explain_rows(row_results, targets, head)
+    is_correct = np.array(
+        [prediction == target for prediction, target in zip(row_reports.prediction, row_reports.target, strict=True)]
+    )
+    if not is_correct.any():
         return {}
-    least = float(np.quantile(described.score[right], 1 - KEPT_ANSWERS, method="lower"))
-    # Never up: a model that is sure of every row would abstain from all below 1.
-    return {ABSTAIN: math.floor(least * 1e4) / 1e4}
+    threshold = float(np.quantile(row_reports.score[is_correct], 1 - MIN_ANSWERED_SHARE, method="lower"))
+    # Rounded down: otherwise a model with score 1 for every row would abstain from all scores below 1.
+    return {ABSTAIN_FACT: math.floor(threshold * 1e4) / 1e4}
 
 
-def unknown_id(tokenizer: "tokenizers.Tokenizer") -> int | None:
-    """The number of the piece that stands for what the vocabulary lacks; None where there is no such piece."""
-    named = (getattr(tokenizer.model, "unk_token", None), "<unk>", "[UNK]")  # Unigram does not say which it is
-    found = (tokenizer.token_to_id(piece) for piece in named if piece is not None)
-    return next((number for number in found if number is not None), None)
+def find_unknown_id(tokenizer: "tokenizers.Tokenizer") -> int | None:
+    """Return the id of the unknown token; None without one."""
+    unknown_tokens = (getattr(tokenizer.model, "unk_token", None), "<unk>", "[UNK]")  # Unigram does not say which it is
+    token_ids = (tokenizer.token_to_id(piece) for piece in unknown_tokens if piece is not None)
+    return next((number for number in token_ids if number is not None), None)
 
 
-def _shares(ids: Int32s, lengths: Int32s, unknown_id: int | None) -> npt.NDArray[np.float64] | None:
+def _unknown_shares(ids: Int32s, lengths: Int32s, unknown_id: int | None) -> npt.NDArray[np.float64] | None:
     if unknown_id is None:
         return None
     ends = np.cumsum(lengths, dtype=np.int64)
-    before = np.concatenate([[0], np.cumsum(ids == unknown_id, dtype=np.int64)])
-    found: npt.NDArray[np.float64] = (before[ends] - before[ends - lengths]) / np.maximum(1, lengths)
-    return found
+    unknown_counts = np.concatenate([[0], np.cumsum(ids == unknown_id, dtype=np.int64)])
+    shares: npt.NDArray[np.float64] = (unknown_counts[ends] - unknown_counts[ends - lengths]) / np.maximum(1, lengths)
+    return shares

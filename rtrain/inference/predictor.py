@@ -1,4 +1,4 @@
-"""An artefact and texts -> answers, by the engine that artifact.json names. An int8 artefact needs no torch."""
+"""Answer texts with an artifact, by the engine in its artifact.json. An int8 artifact needs no torch."""
 
 import copy
 import hashlib
@@ -15,13 +15,24 @@ import numpy as np
 
 from rtrain.core import cgroup_limits, engines, env, json_files, manifest
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Encoded, Floats, Head, Ints, Outputs, Tokens, batches, pack, padded, round_up
+from rtrain.core.ragged import (
+    EncodedRow,
+    Floats,
+    Head,
+    Ints,
+    Outputs,
+    TokenBatch,
+    collate,
+    iter_batches,
+    pad_batch,
+    round_up,
+)
 from rtrain.inference import artifact
 from rtrain.inference.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
 from rtrain.models import compile_cache, pooling, unpadded
 from rtrain.models.auto_classes import auto_class
-from rtrain.models.device import kind
-from rtrain.models.forward import LAYOUT, accepted
+from rtrain.models.device import effective_type
+from rtrain.models.forward import LAYOUT, accepted_inputs
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
 from rtrain.tasks.encode import load_tokenizer
@@ -31,30 +42,30 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
-BATCH_ROWS = 32
+DEFAULT_BATCH_SIZE = 32
 
-MOST_TOKENS = 1 << 14
+MAX_TOKENS_PER_CALL = 1 << 14
 """Most tokens of one engine call, padding included, since its memory grows with them: a text of 64 windows of 384
 tokens has 24,576, and 32 such texts 786,432. Texts of many windows go in smaller groups, and the windows of one text in
 several calls."""
-SQUARES = 512
+MAX_ATTENTION_RATIO = 512
 """Most squares of texts' lengths in one engine call, per token that it may have: attention may hold one of each head.
 Two texts of 8,192 tokens have 16 times those of 32 texts of 512, and are no faster together than one by one."""
 
-HALF_TOLERANCE = 0.02
+FP16_TOLERANCE = 0.02
 """Most that fp16 logits may differ from golden answers: about twice the spacing of fp16 numbers near 10."""
 
-COLUMNS = 8
+PAD_MULTIPLE = 8
 """Least difference in tokens between two widths of calls, for an engine that plans by shape."""
 
 REVISION_DIGITS = 12
-"""Digits of a SHA-256 in hex, as in an artefact's version."""
+"""Digits of a SHA-256 in hex, as in an artifact's version."""
 
-CONVERTER = "openvino.tools.ovc"
+OPENVINO_CONVERTER_MODULE = "openvino.tools.ovc"
 
 
 class InputError(UserError):
-    """An input that no model can read; `position` is its place in the request."""
+    """An invalid input; `position` is its index in the request."""
 
     code = "invalid_input"
 
@@ -71,7 +82,7 @@ class Engine(Protocol):
 
 
 class Predictor:
-    """A loaded artefact. Thread-safe as far as its engine is; serving calls `run` from one thread."""
+    """A loaded artifact. Thread-safe if its engine is; `serve.batching` calls the engine from one thread."""
 
     def __init__(
         self,
@@ -82,42 +93,47 @@ class Predictor:
         device: str = "cpu",
         precision: str = "fp32",
     ):
-        """`engine` answers in place of the artefact's own: a graph that is not written yet. `device`: torch's, of an
-        engine that knows GPUs; `precision`: of its products there, fp32 or fp16."""
+        """`engine` replaces the artifact's own, for a graph that is not written yet. `device`: of torch, for an engine
+        with GPU support; `precision`: of its products there, fp32 or fp16."""
         self.folder = folder
         self.artifact = artifact
-        self.task = base.get(artifact.task)
+        self.task = base.get_task(artifact.task)
         self.head = Head(artifact.labels, artifact.facts)
         self.tokenizer = load_tokenizer(
-            folder, artifact.max_tokens, artifact.facts.get("stride", 0), reads_special=self.task.reads_special
+            folder,
+            artifact.max_tokens,
+            artifact.facts.get("stride", 0),
+            parses_special_tokens=self.task.parses_special_tokens,
         )
-        entry = engines.get(artifact.engine)
-        options = {"device": device, "precision": precision} if entry.on_gpu else {}
-        self.golden_tolerance = HALF_TOLERANCE if entry.on_gpu and precision == "fp16" else entry.golden_tolerance
-        if threads is None and cgroup_limits.cpus() is not None:
-            threads = env.cores()  # engines go by the machine's cores, and would wait for each other within a quota
-        self._plans_by_shape = entry.plans_by_shape
-        self._engine: Engine = engine or engines.named(entry.loader)(folder, artifact, threads, **options)
-        self.pad_id = _pad_id(folder)
-        self.revisions = _revisions(folder, artifact)
-        """Digests that tell whether a part has changed: of the model as a whole, of its tokenizer, of its labels."""
+        spec = engines.get_engine(artifact.engine)
+        options = {"device": device, "precision": precision} if spec.supports_gpu else {}
+        self.golden_tolerance = FP16_TOLERANCE if spec.supports_gpu and precision == "fp16" else spec.golden_tolerance
+        if threads is None and cgroup_limits.cpu_quota() is not None:
+            threads = (
+                env.available_cores()
+            )  # engines count the machine's cores, and too many threads would wait for each other within a quota
+        self._compiles_per_shape = spec.compiles_per_shape
+        self._engine: Engine = engine or engines.import_object(spec.loader)(folder, artifact, threads, **options)
+        self.pad_id = _read_pad_id(folder)
+        self.revisions = _compute_revisions(folder, artifact)
+        """Return digests of the whole model, of its tokenizer and of its labels."""
 
     @classmethod
     def load(
         cls, folder: Path, threads: int | None = None, device: str = "cpu", precision: str = "fp32"
     ) -> "Predictor":
-        """Verify the folder, load its engine and check that it reproduces its golden answers (I8)."""
-        predictor = cls(folder, artifact.read(folder), threads, device=device, precision=precision)
+        """Verify the folder, load its engine and check that it reproduces its golden answers."""
+        predictor = cls(folder, artifact.read_artifact(folder), threads, device=device, precision=precision)
         predictor.check_golden()
         return predictor
 
-    def flaw(self, value: object) -> str | None:
-        """Why an input cannot be read, as the end of a sentence, or None."""
+    def validate_input(self, value: object) -> str | None:
+        """Return why an input is invalid, as the end of a sentence, or None."""
         if not isinstance(value, str | Mapping):
             return "is no text; send a text"
         if not isinstance(value, str) and self.task.fields[0] not in value:
             return f"has other names; send {' and '.join(self.task.fields)}"
-        text, pair = _texts(value, self.task)
+        text, pair = _split_pair(value, self.task)
         if not all(isinstance(part, str) for part in (text, pair or "")):
             return "holds something else than texts; send texts"
         if self.task.needs_pair and pair is None:
@@ -131,389 +147,414 @@ class Predictor:
                 return "is not valid Unicode (a lone surrogate); send UTF-8 text"
         return "is empty; send a text" if self.task.is_blank(text, pair) else None
 
-    def encode(self, inputs: Sequence[Input]) -> list[Encoded]:
+    def encode(self, inputs: Sequence[Input]) -> list[EncodedRow]:
         """Tokens of each input, by the same `task.encode` as in training."""
         for position, value in enumerate(inputs):
-            if (flaw := self.flaw(value)) is not None:
-                raise InputError(f"input {position} {flaw}", position)
-        read = [_texts(value, self.task) for value in inputs]
-        most = self.artifact.facts.get("max_windows", 1)
-        found: dict[int, Encoded] = {}
-        # Pairs apart: beside them, a single text would get an empty second one, and another answer than alone (I8).
-        for paired in (False, True):
-            rows = [row for row, (_, pair) in enumerate(read) if (pair is not None) == paired]
+            if (problem := self.validate_input(value)) is not None:
+                raise InputError(f"input {position} {problem}", position)
+        text_pairs = [_split_pair(value, self.task) for value in inputs]
+        max_windows = self.artifact.facts.get("max_windows", 1)
+        encoded_by_row: dict[int, EncodedRow] = {}
+        # Pairs are encoded separately: in one call with pairs, a single text would get an empty second text, and
+        # another answer.
+        for is_pair in (False, True):
+            rows = [row for row, (_, pair) in enumerate(text_pairs) if (pair is not None) == is_pair]
             if not rows:
                 continue
-            pairs = [read[row][1] or "" for row in rows] if paired else None
-            encoded = self.task.encode(self.tokenizer, [read[row][0] for row in rows], pairs, most)
-            found.update(zip(rows, encoded, strict=True))
-        return [found[row] for row in range(len(read))]
+            pairs = [text_pairs[row][1] or "" for row in rows] if is_pair else None
+            encoded = self.task.encode(self.tokenizer, [text_pairs[row][0] for row in rows], pairs, max_windows)
+            encoded_by_row.update(zip(rows, encoded, strict=True))
+        return [encoded_by_row[row] for row in range(len(text_pairs))]
 
-    def run(self, encoded: Sequence[Encoded], most_tokens: int = MOST_TOKENS) -> Outputs:
-        """The output for each row (see `Task.outputs`), by as few engine calls as `most_tokens` allows."""
-        tokens = pack(encoded)
-        return self.task.outputs(self.run_tokens(tokens, most_tokens), tokens, self.head)
+    def run(self, encoded: Sequence[EncodedRow], max_tokens: int = MAX_TOKENS_PER_CALL) -> Outputs:
+        """The output for each row (see `Task.row_outputs`), by as few engine calls as `max_tokens` allows."""
+        tokens = collate(encoded)
+        return self.task.row_outputs(self.run_tokens(tokens, max_tokens), tokens, self.head)
 
-    def run_tokens(self, tokens: Tokens, most_tokens: int = MOST_TOKENS) -> Floats:
-        """Logits of rows that are tokens already, as a token store gives them: [windows or wanted tokens, outputs]."""
-        wanted = self.task.wanted(tokens, self.head)
-        ends = np.concatenate([[0], np.cumsum(tokens.lengths, dtype=np.int64)])
-        found = []
-        for windows in parts(tokens.lengths.tolist(), most_tokens, self.call_shape, padded=not self.is_unpadded):
-            first, last = ends[windows.start], ends[windows.stop]
-            part = replace(
-                tokens, ids=tokens.ids[first:last], lengths=tokens.lengths[windows], second=tokens.second[windows]
+    def run_tokens(self, tokens: TokenBatch, max_tokens: int = MAX_TOKENS_PER_CALL) -> Floats:
+        """Return the logits of tokenized rows, as of a token store: [windows or requested tokens, outputs]."""
+        positions = self.task.logit_positions(tokens, self.head)
+        window_ends = np.concatenate([[0], np.cumsum(tokens.window_lengths, dtype=np.int64)])
+        logit_chunks = []
+        for windows in split_windows(
+            tokens.window_lengths.tolist(), max_tokens, self.call_shape, is_padded=not self.is_unpadded
+        ):
+            start, stop = window_ends[windows.start], window_ends[windows.stop]
+            window_batch = replace(
+                tokens,
+                ids=tokens.ids[start:stop],
+                window_lengths=tokens.window_lengths[windows],
+                pair_start=tokens.pair_start[windows],
             )
-            if isinstance(self._engine, Torch) and self._engine.is_unpadded:
-                places = None if wanted is None else wanted[(wanted >= first) & (wanted < last)] - first
-                found.append(self._engine.unpadded_logits(part, places))
+            if isinstance(self._engine, TorchEngine) and self._engine.is_unpadded:
+                token_indices = (
+                    None if positions is None else positions[(positions >= start) & (positions < stop)] - start
+                )
+                logit_chunks.append(self._engine.unpadded_logits(window_batch, token_indices))
                 continue
-            count = len(part.lengths)
-            rows, width = self.call_shape(count, int(part.lengths.max()))
-            inputs = padded(part, self.pad_id, width, rows)
-            logits = self._engine.logits(inputs)[:count]
+            num_windows = len(window_batch.window_lengths)
+            rows, width = self.call_shape(num_windows, int(window_batch.window_lengths.max()))
+            inputs = pad_batch(window_batch, self.pad_id, width, rows)
+            logits = self._engine.logits(inputs)[:num_windows]
             if logits.ndim == 3:
-                places = np.flatnonzero(inputs["attention_mask"][:count])
-                if wanted is not None:
-                    places = places[wanted[(wanted >= first) & (wanted < last)] - first]
-                logits = logits.reshape(-1, logits.shape[2])[places]
-            found.append(logits)
-        return found[0] if len(found) == 1 else np.concatenate(found)
+                token_indices = np.flatnonzero(inputs["attention_mask"][:num_windows])
+                if positions is not None:
+                    token_indices = token_indices[positions[(positions >= start) & (positions < stop)] - start]
+                logits = logits.reshape(-1, logits.shape[2])[token_indices]
+            logit_chunks.append(logits)
+        return logit_chunks[0] if len(logit_chunks) == 1 else np.concatenate(logit_chunks)
 
     def call_shape(self, windows: int, tokens: int) -> tuple[int, int]:
-        """Rows and columns of the engine call for so many windows, the longest of which has so many tokens. An engine
-        that plans by shape gets ten numbers of rows up to 32 and 32 numbers of columns up to 512."""
-        if not self._plans_by_shape:
+        """Return rows and columns of the engine call for this number of windows and the longest window. An engine that
+        compiles per shape gets ten numbers of rows up to 32 and 32 numbers of columns up to 512."""
+        if not self._compiles_per_shape:
             return windows, tokens
-        width = COLUMNS * round_up(-(-tokens // COLUMNS), 4)
+        width = PAD_MULTIPLE * round_up(-(-tokens // PAD_MULTIPLE), 4)
         return round_up(windows, 2), max(tokens, min(width, self.artifact.max_tokens))
 
-    def outputs(self, encoded: Sequence[Encoded], batch_rows: int = BATCH_ROWS) -> list[Floats]:
-        """The output for each of any number of rows, in batches of neighbours in length."""
-        return side_by_side([self], encoded, batch_rows)
+    def outputs(self, encoded: Sequence[EncodedRow], batch_size: int = DEFAULT_BATCH_SIZE) -> list[Floats]:
+        """Return the output of each row, in batches of similar length."""
+        return compute_outputs_in_parallel([self], encoded, batch_size)
 
-    def logits(self, inputs: Sequence[Input], batch_rows: int = BATCH_ROWS) -> list[Floats]:
+    def logits(self, inputs: Sequence[Input], batch_size: int = DEFAULT_BATCH_SIZE) -> list[Floats]:
         """The output for each input."""
-        return self.outputs(self.encode(inputs), batch_rows)
+        return self.outputs(self.encode(inputs), batch_size)
 
     def __call__(
-        self, inputs: Sequence[Input], parameters: Mapping[str, Any] | None = None, batch_rows: int = BATCH_ROWS
+        self, inputs: Sequence[Input], parameters: Mapping[str, Any] | None = None, batch_size: int = DEFAULT_BATCH_SIZE
     ) -> list[Any]:
         """One answer per input, in the task's HTTP form."""
         if not inputs:
             return []
         encoded = self.encode(inputs)
-        return self.decode(self.outputs(encoded, batch_rows), inputs, encoded, parameters or {})
+        return self.decode(self.outputs(encoded, batch_size), inputs, encoded, parameters or {})
 
     def decode(
-        self, outputs: Outputs, inputs: Sequence[Input], encoded: Sequence[Encoded], parameters: Mapping[str, Any]
+        self, outputs: Outputs, inputs: Sequence[Input], encoded: Sequence[EncodedRow], parameters: Mapping[str, Any]
     ) -> list[Any]:
-        """The answer to each input by its output, in the task's HTTP form. Where an answer is pieces of the vocabulary,
-        which a task, having no tokenizer, gives by their numbers, they get their texts, alone and in the input."""
+        """Return the answer to each input from its output, in the task's HTTP form. Answers that are token ids (a task
+        has no tokenizer) get the tokens' texts, alone and in the input."""
         answers = self.task.decode(outputs, inputs, encoded, self.head, parameters)
         if self.task.output == "tokens":
             for value, answer in zip(inputs, answers, strict=True):
-                parts = _texts(value, self.task)[0].split(self.head.facts["mask"])
-                for place, mask in enumerate(answer, 1):
-                    before, after = (self.head.facts["mask"].join(side) for side in (parts[:place], parts[place:]))
-                    for piece in mask:
-                        piece["token_str"] = self.tokenizer.decode([piece["token"]], skip_special_tokens=False)
-                        piece["sequence"] = before + piece["token_str"] + after
+                segments = _split_pair(value, self.task)[0].split(self.head.facts["mask"])
+                for position, tokens in enumerate(answer, 1):
+                    prefix, suffix = (
+                        self.head.facts["mask"].join(side) for side in (segments[:position], segments[position:])
+                    )
+                    for token in tokens:
+                        token["token_str"] = self.tokenizer.decode([token["token"]], skip_special_tokens=False)
+                        token["sequence"] = prefix + token["token_str"] + suffix
         return answers
 
     @property
     def is_unpadded(self) -> bool:
-        """Whether the engine computes no padding, so that texts of all lengths may share a call."""
-        return isinstance(self._engine, Torch) and self._engine.is_unpadded
+        """Whether the engine computes without padding, so that texts of all lengths may share a call."""
+        return isinstance(self._engine, TorchEngine) and self._engine.is_unpadded
 
     @property
     def network(self) -> tuple["transformers.PreTrainedModel", frozenset[str]]:
-        """The float model itself, for its gradients, and the names that its forward takes."""
-        if isinstance(self._engine, Torch):
-            return self._engine.network, self._engine.accepted
-        made = self.artifact
-        parent = made.lineage.get("parent")
+        """Return the float model, for gradients, and the argument names of its forward."""
+        if isinstance(self._engine, TorchEngine):
+            return self._engine.network, self._engine.forward_args
+        int8_artifact = self.artifact
+        parent = int8_artifact.lineage.get("parent")
         version = f", version {parent}" if parent else ""
         raise UserError(
-            f"artefact {made.name} {made.version} is int8 and has no gradients; "
-            f"name the float artefact that it was made from{version}",
+            f"artifact {int8_artifact.name} {int8_artifact.version} is int8 and has no gradients; "
+            f"name the float artifact that it was made from{version}",
             code="no_gradients",
         )
 
     def check_golden(self) -> None:
-        """Refuse to answer where the answers are not those that the artefact's maker recorded."""
+        """Raise `ArtifactError` if the logits differ from the golden answers."""
         if not self.artifact.golden:
-            raise ArtifactError("the artefact has no golden answers; make it again", code="damaged_artifact")
-        found = self.logits([row["inputs"] for row in self.artifact.golden], batch_rows=1)
-        apart = [
-            _apart(output, np.array(row["logits"], dtype=np.float32))
-            for output, row in zip(found, self.artifact.golden, strict=True)
+            raise ArtifactError("the artifact has no golden answers; make it again", code="damaged_artifact")
+        outputs = self.logits([row["inputs"] for row in self.artifact.golden], batch_size=1)
+        differences = [
+            _max_difference(output, np.array(row["logits"], dtype=np.float32))
+            for output, row in zip(outputs, self.artifact.golden, strict=True)
         ]
-        worst = float(np.max(apart))  # a NaN is the worst of all
+        max_difference = float(np.max(differences))  # a NaN is the worst of all
         tolerance = self.golden_tolerance
-        if not worst <= tolerance:  # also where it is not a number
+        if not max_difference <= tolerance:  # also for NaN
             raise ArtifactError(
-                f"artefact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
-                f"differ by {worst:.3g} (at most {tolerance:g}). {self._why_apart()}",
+                f"artifact {self.artifact.name} {self.artifact.version} does not reproduce its golden answers: logits "
+                f"differ by {max_difference:.3g} (at most {tolerance:g}). {self._explain_difference()}",
                 code="other_answers",
             )
 
-    def _why_apart(self) -> str:
-        from rtrain.models import int8_support  # of runs, which nothing else here needs
+    def _explain_difference(self) -> str:
+        from rtrain.models import int8_support  # imported here: nothing else needs it
 
-        here = int8_support.of_processor()
-        if here.instructions or not here.known or engines.get(self.artifact.engine).gradients:
+        host_int8 = int8_support.detect_int8()
+        if host_int8.instructions or not host_int8.is_known or engines.get_engine(self.artifact.engine).has_gradients:
             return "Its tokenizer, weights or engine are not its maker's."
         return (
-            f"This processor ({int8_support.processor()}) has neither VNNI nor AMX, so sums of int8 products saturate; "
+            f"This processor ({int8_support.read_cpu_name()}) has neither VNNI nor AMX, so sums of int8 products "
+            "saturate; "
             "quantize with quantize.overflow_fix=true, or name the float artifact."
         )
 
 
-def side_by_side(copies: Sequence[Predictor], encoded: Sequence[Encoded], batch_rows: int) -> list[Floats]:
-    """The output for each of any number of rows, in batches of neighbours in length. Each batch is computed by
-    whichever of the `copies` of one artefact is free; which one it is does not change its output."""
+def compute_outputs_in_parallel(
+    predictors: Sequence[Predictor], encoded: Sequence[EncodedRow], batch_size: int
+) -> list[Floats]:
+    """Return the output of each row, in batches of similar length. Each batch is computed by any free one of the
+    `predictors`, which have the same artifact."""
     lengths = np.array([len(row.ids) for row in encoded], dtype=np.int32)
     order: Ints = np.argsort(lengths, kind="stable")
-    groups = list(batches(lengths, order, batch_rows, MOST_TOKENS))
-    free: SimpleQueue[Predictor] = SimpleQueue()
-    for predictor in copies:
-        free.put(predictor)
+    groups = list(iter_batches(lengths, order, batch_size, MAX_TOKENS_PER_CALL))
+    idle_predictors: SimpleQueue[Predictor] = SimpleQueue()
+    for predictor in predictors:
+        idle_predictors.put(predictor)
 
-    def run(rows: Ints) -> Outputs:
-        predictor = free.get()
+    def run_batch(rows: Ints) -> Outputs:
+        predictor = idle_predictors.get()
         try:
             return predictor.run([encoded[row] for row in rows])
         finally:
-            free.put(predictor)
+            idle_predictors.put(predictor)
 
-    found: dict[int, Floats] = {}
-    with ThreadPoolExecutor(len(copies)) as threads:
-        # One copy computes in this thread: in a new one torch would make all of its own threads anew.
-        every = map(run, groups) if len(copies) == 1 else threads.map(run, groups)
-        for rows, outputs in zip(groups, every, strict=True):
-            found.update(zip(rows.tolist(), outputs, strict=True))
-    return [found[row] for row in range(len(encoded))]
+    outputs_by_row: dict[int, Floats] = {}
+    with ThreadPoolExecutor(len(predictors)) as executor:
+        # One predictor computes in this thread: in a new one torch would create its thread pool again.
+        batch_outputs = map(run_batch, groups) if len(predictors) == 1 else executor.map(run_batch, groups)
+        for rows, outputs in zip(groups, batch_outputs, strict=True):
+            outputs_by_row.update(zip(rows.tolist(), outputs, strict=True))
+    return [outputs_by_row[row] for row in range(len(encoded))]
 
 
-def parts(
+def split_windows(
     lengths: Sequence[int],
-    most_tokens: int,
-    shape: Callable[[int, int], tuple[int, int]] = lambda windows, longest: (windows, longest),
+    max_tokens: int,
+    call_shape: Callable[[int, int], tuple[int, int]] = lambda windows, longest: (windows, longest),
     *,
-    padded: bool = True,
+    is_padded: bool = True,
 ) -> Iterator[slice]:
-    """Consecutive windows of at most `most_tokens` tokens, padding included, and of `SQUARES` times as many squares of
-    them; a longer window is alone. `shape`: rows and columns of a call, by its windows and the longest of them. Without
-    padding the sum of the lengths counts, and no squares."""
-    start, longest, total = 0, 0, 0
-    for place, length in enumerate(lengths):
-        longest, total = max(longest, length), total + length
-        rows, width = shape(place + 1 - start, longest)
-        computed = rows * width * max(1, width / SQUARES) if padded else total
-        if place > start and computed > most_tokens:
-            yield slice(start, place)
-            start, longest, total = place, length, length
+    """Consecutive windows of at most `max_tokens` tokens, padding included, and of `MAX_ATTENTION_RATIO` times as many
+    squares of them; a longer window is alone. `call_shape`: rows and columns of a call, by its windows and the longest
+    of them. Without padding the sum of the lengths counts, and no squares."""
+    start, longest, num_tokens = 0, 0, 0
+    for position, length in enumerate(lengths):
+        longest, num_tokens = max(longest, length), num_tokens + length
+        rows, width = call_shape(position + 1 - start, longest)
+        call_tokens = rows * width * max(1, width / MAX_ATTENTION_RATIO) if is_padded else num_tokens
+        if position > start and call_tokens > max_tokens:
+            yield slice(start, position)
+            start, longest, num_tokens = position, length, length
     if start < len(lengths):
         yield slice(start, len(lengths))
 
 
-def golden_inputs(task: Task, head: Head) -> list[Input]:
-    """What an artefact's golden answers are asked of."""
-    return task.asks(GOLDEN_INPUTS, head)
+def make_golden_inputs(task: Task, head: Head) -> list[Input]:
+    """Return the golden inputs of a task."""
+    return task.golden_inputs(GOLDEN_INPUTS, head)
 
 
-def golden_logits(folder: Path, artifact: Artifact) -> list[list[Any]]:
-    """The golden answers of a folder that has its model files but no artifact.json yet."""
+def compute_golden_logits(folder: Path, artifact: Artifact) -> list[list[Any]]:
+    """Compute the golden answers of a folder with model files but no artifact.json yet."""
     predictor = Predictor(folder, artifact)
-    rows = predictor.logits(golden_inputs(predictor.task, predictor.head), batch_rows=1)
+    rows = predictor.logits(make_golden_inputs(predictor.task, predictor.head), batch_size=1)
     return [[float(value) for value in row.ravel()] if row.ndim == 1 else row.tolist() for row in rows]
 
 
-def _apart(found: Floats, expected: Floats) -> float:
-    """The largest difference; endless where they are not of one shape."""
-    return float(np.abs(found - expected).max()) if found.shape == expected.shape else float("inf")
+def _max_difference(actual: Floats, expected: Floats) -> float:
+    """Return the largest difference; infinity for different shapes."""
+    return float(np.abs(actual - expected).max()) if actual.shape == expected.shape else float("inf")
 
 
-def _texts(value: Input, task: Task) -> tuple[str, str | None]:
-    """The one or two texts of an input."""
+def _split_pair(value: Input, task: Task) -> tuple[str, str | None]:
+    """Return the one or two texts of an input."""
     return (value, None) if isinstance(value, str) else (value[task.fields[0]], value.get(task.fields[1]))
 
 
-def _revisions(folder: Path, artifact: Artifact) -> dict[str, str]:
+def _compute_revisions(folder: Path, artifact: Artifact) -> dict[str, str]:
     return {
         "model": artifact.version,
-        "tokenizer": manifest.entry(folder / "tokenizer.json")["sha256"][:REVISION_DIGITS],
+        "tokenizer": manifest.compute_entry(folder / "tokenizer.json")["sha256"][:REVISION_DIGITS],
         "labels": hashlib.sha256("\n".join(artifact.labels).encode()).hexdigest()[:REVISION_DIGITS],
     }
 
 
-def _pad_id(folder: Path) -> int:
-    return int(json_files.read(folder / "config.json").get("pad_token_id") or 0)
+def _read_pad_id(folder: Path) -> int:
+    return int(json_files.load_json_object(folder / "config.json").get("pad_token_id") or 0)
 
 
-class Torch:
-    """The float model with torch. On a GPU it computes no padding, where the architecture can do without."""
+class TorchEngine:
+    """The float model with torch. On a GPU it computes without padding, if the architecture allows."""
 
     def __init__(
         self, folder: Path, artifact: Artifact, threads: int | None, device: str = "cpu", precision: str = "fp32"
     ):
-        """`precision`: `fp16` answers by a copy of the encoder in half precision; gradients stay in fp32."""
+        """`precision`: `fp16` computes with a copy of the encoder in half precision; gradients stay in fp32."""
         import torch
 
         if threads is not None:
             torch.set_num_threads(threads)
         self._torch = torch
-        network, _ = pooling.load(auto_class(base.get(artifact.task).auto_model), folder)
+        network, _ = pooling.load_network(auto_class(base.get_task(artifact.task).auto_model), folder)
         if artifact.facts.get(pooling.FACT) == "mean":
             pooling.pool_by_mean(network)
-        # Never trained: gradients are asked of inputs only, and what the weights' would need is not kept.
+        # Never trained: gradients of inputs only, so that nothing is kept for gradients of weights.
         self.network: transformers.PreTrainedModel = network.eval().requires_grad_(False).to(device)
         self._device = torch.device(device)
-        self.accepted = accepted(self.network)
-        self._answering = self.network
-        self.is_unpadded = kind(self._device) != "cpu" and unpadded.supports(self.network)
+        self.forward_args = accepted_inputs(self.network)
+        self._inference_network = self.network
+        self.is_unpadded = effective_type(self._device) != "cpu" and unpadded.supports_packing(self.network)
         if self.is_unpadded or precision == "fp16":
-            self._answering = copy.deepcopy(self.network)
+            self._inference_network = copy.deepcopy(self.network)
         if self.is_unpadded:
-            task = base.get(artifact.task)
-            mean = artifact.facts.get(pooling.FACT) == "mean" or pooling.means(self._answering)
-            unpadded.enable(self._answering, "tokens" if task.by_token else "mean" if mean else "first")
+            task = base.get_task(artifact.task)
+            is_mean_pooled = artifact.facts.get(pooling.FACT) == "mean" or pooling.pools_by_mean(
+                self._inference_network
+            )
+            unpadded.enable_packing(
+                self._inference_network, "tokens" if task.is_token_level else "mean" if is_mean_pooled else "first"
+            )
         if precision == "fp16":
-            _halve(self._answering, self._device)
+            _convert_to_fp16(self._inference_network, self._device)
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         with self._torch.inference_mode():
-            taken = {name: value for name, value in inputs.items() if name in self.accepted}
-            return _numbers(
-                self._answering(**{name: self._torch.from_numpy(one).to(self._device) for name, one in taken.items()})
+            forward_inputs = {name: value for name, value in inputs.items() if name in self.forward_args}
+            return _to_numpy_logits(
+                self._inference_network(
+                    **{name: self._torch.from_numpy(one).to(self._device) for name, one in forward_inputs.items()}
+                )
             )
 
-    def unpadded_logits(self, tokens: Tokens, places: Ints | None) -> Floats:
-        """[windows, outputs] of windows without padding; or [tokens, outputs], of those at `places` in `tokens.ids`,
-        None for all. For engines that are `is_unpadded`."""
-        inputs, position = unpadded.inputs_of(self._answering, tokens, self._device)
+    def unpadded_logits(self, tokens: TokenBatch, token_indices: Ints | None) -> Floats:
+        """[windows, outputs] of windows without padding; or [tokens, outputs], of those at `token_indices` in
+        `tokens.ids`, None for all. For engines that are `is_unpadded`."""
+        inputs, position = unpadded.make_inputs(self._inference_network, tokens, self._device)
         with self._torch.inference_mode():
-            found = _numbers(
-                self._answering(**{name: one for name, one in inputs.items() if name in self.accepted | {LAYOUT}})
+            logits = _to_numpy_logits(
+                self._inference_network(
+                    **{name: one for name, one in inputs.items() if name in self.forward_args | {LAYOUT}}
+                )
             )
-        if found.ndim == 2:
-            return found
-        return found.reshape(-1, found.shape[2])[position if places is None else position[places]]
+        if logits.ndim == 2:
+            return logits
+        return logits.reshape(-1, logits.shape[2])[position if token_indices is None else position[token_indices]]
 
 
-def _halve(network: "transformers.PreTrainedModel", device: "torch.device") -> None:
-    """Compute the encoder's products in fp16, from weights that are kept so. Sums of layers, LayerNorm, the pooler and
-    the head stay in fp32: in fp16 alone a logit of 10 is rounded to a multiple of 0.008."""
+def _convert_to_fp16(network: "transformers.PreTrainedModel", device: "torch.device") -> None:
+    """Compute the encoder's products in fp16, from fp16 weights. Residual sums, LayerNorm, the pooler and the head stay
+    in fp32: in fp16 a logit of 10 is rounded to a multiple of 0.008."""
     import torch
 
     encoder: Any = network.base_model
     for name, module in encoder.named_modules():
         if isinstance(module, torch.nn.Linear) and not name.startswith("pooler."):
             module.half()
-    compute = encoder.forward
+    original_forward = encoder.forward
 
-    def forward(*inputs: Any, **named: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
         with torch.autocast(device.type, dtype=torch.float16):
-            return compute(*inputs, **named)
+            return original_forward(*args, **kwargs)
 
     encoder.forward = forward
 
 
-def _numbers(output: Any) -> Floats:
-    """The logits of what a network of Transformers returns; a span's two ends are the last axis."""
+def _to_numpy_logits(output: Any) -> Floats:
+    """Return the logits in a Transformers output; a span's start and end are the last axis."""
     if hasattr(output, "start_logits"):
         ends = (output.start_logits.float().cpu().numpy(), output.end_logits.float().cpu().numpy())
         return np.stack(ends, axis=-1)
-    found: Floats = output.logits.float().cpu().numpy()
-    return found
+    logits: Floats = output.logits.float().cpu().numpy()
+    return logits
 
 
-class OpenVino:
+class OpenVinoEngine:
     """A graph on OpenVINO's CPU plugin."""
 
     def __init__(self, graph: "Path | openvino.Model", threads: int | None, cache: Path | None = None):
-        """`cache`: a folder for the compiled graph, from which a later process loads it sooner."""
+        """`cache`: a folder for the compiled graph, which later processes load faster."""
         options = {
             "PERFORMANCE_HINT": "LATENCY",
             "NUM_STREAMS": "1",
-            # What is not int8 stays fp32: the plugin would take bf16 on some processors, and answer differently there.
+            # Float operations stay fp32: the plugin would use bf16 on some CPUs, with other answers.
             "INFERENCE_PRECISION_HINT": "f32",
         }
         if threads is not None:
             options["INFERENCE_NUM_THREADS"] = str(threads)
         if cache is not None:
             options["CACHE_DIR"] = str(cache)
-        loaded = _openvino().Core().compile_model(graph, "CPU", options)
-        self._request = loaded.create_infer_request()
-        self._names = [taken.any_name for taken in loaded.inputs]  # DistilBERT, for one, has no token types
+        compiled_model = _import_openvino().Core().compile_model(graph, "CPU", options)
+        self._request = compiled_model.create_infer_request()
+        self._input_names = [
+            taken.any_name for taken in compiled_model.inputs
+        ]  # DistilBERT, for example, has no token types
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
-        return _one(list(self._request.infer({name: inputs[name] for name in self._names}, share_inputs=True).values()))
+        return _merge_outputs(
+            list(self._request.infer({name: inputs[name] for name in self._input_names}, share_inputs=True).values())
+        )
 
 
-def _openvino() -> Any:
-    """OpenVINO without its converter of models, whose import takes as long as that of all the rest, and which no answer
-    needs. OpenVINO does without where it is not installed, and so it does where its import is barred."""
+def _import_openvino() -> Any:
+    """Import OpenVINO without its model converter, whose import takes as long as the rest, and which inference does not
+    need. A blocked import looks to OpenVINO like a missing package."""
     if "openvino" not in sys.modules:
-        sys.modules[CONVERTER] = None  # type: ignore[assignment]
+        sys.modules[OPENVINO_CONVERTER_MODULE] = None  # type: ignore[assignment]
         try:
             import openvino
         finally:
-            del sys.modules[CONVERTER]
+            del sys.modules[OPENVINO_CONVERTER_MODULE]
     import openvino
 
     return openvino
 
 
-def open_openvino(folder: Path, artifact: Artifact, threads: int | None) -> OpenVino:
-    """The int8 graph of an artefact."""
-    # A draft is hidden. OpenVINO names what it keeps by the path, which a draft has for this once.
-    cache = None if folder.name.startswith(".") else compile_cache.folder(artifact.version)
-    files = engines.get(artifact.engine).present(folder)
-    if not _is_packed(files):
-        return OpenVino(folder / engines.get(artifact.engine).files[0], threads, cache)
+def open_openvino(folder: Path, artifact: Artifact, threads: int | None) -> OpenVinoEngine:
+    """The int8 graph of an artifact."""
+    # Drafts are hidden folders. OpenVINO names its cache by the path, and a draft's path is temporary.
+    cache = None if folder.name.startswith(".") else compile_cache.cache_folder(artifact.version)
+    files = engines.get_engine(artifact.engine).find_files(folder)
+    if not _is_compressed(files):
+        return OpenVinoEngine(folder / engines.get_engine(artifact.engine).files[0], threads, cache)
     if cache is not None:
-        with suppress(OSError):  # no room there: into memory, as where nothing is kept
-            return OpenVino(compile_cache.unpacked(files, cache)[0], threads, cache)
-    graph, weights = map(compile_cache.contents, files)
-    numbers = _openvino().Tensor(np.frombuffer(weights, dtype=np.uint8))
-    return OpenVino(_openvino().Core().read_model(graph, numbers), threads)
+        with suppress(OSError):  # disk full: unpack into memory, as without a cache
+            return OpenVinoEngine(compile_cache.unpack_files(files, cache)[0], threads, cache)
+    graph, weights = map(compile_cache.read_compressed, files)
+    weights_tensor = _import_openvino().Tensor(np.frombuffer(weights, dtype=np.uint8))
+    return OpenVinoEngine(_import_openvino().Core().read_model(graph, weights_tensor), threads)
 
 
-def _is_packed(files: Sequence[Path]) -> bool:
-    return any(path.name.endswith(engines.PACKED) for path in files)
+def _is_compressed(files: Sequence[Path]) -> bool:
+    return any(path.name.endswith(engines.COMPRESSED_SUFFIX) for path in files)
 
 
-class OnnxRuntime:
+class OnnxRuntimeEngine:
     """A graph on ONNX Runtime's CPU provider.
 
-    Raises `UserError` where ONNX Runtime is not installed: it is no dependency of rtrain, but its extra `onnx`.
+    Raises `UserError` if ONNX Runtime (the extra `onnx`) is not installed.
     """
 
     def __init__(self, graph: Path | bytes, threads: int | None):
-        engines.needed("onnxruntime", ("onnxruntime",))
+        engines.require_libraries("onnxruntime", ("onnxruntime",))
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads or 0  # 0: as many as there are cores
-        options.log_severity_level = 3  # errors alone: it warns of each weight that it leaves as it is
+        options.intra_op_num_threads = threads or 0  # 0: one per core
+        options.log_severity_level = 3  # errors only: it warns about each unchanged weight
         source = graph if isinstance(graph, bytes) else str(graph)
         self._session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        self._names = [taken.name for taken in self._session.get_inputs()]
+        self._input_names = [taken.name for taken in self._session.get_inputs()]
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
-        return _one(self._session.run(None, {name: inputs[name] for name in self._names}))
+        return _merge_outputs(self._session.run(None, {name: inputs[name] for name in self._input_names}))
 
 
-def open_onnxruntime(folder: Path, artifact: Artifact, threads: int | None) -> OnnxRuntime:
-    """The int8 graph of an artefact."""
-    files = engines.get(artifact.engine).present(folder)
-    if not _is_packed(files):
-        return OnnxRuntime(folder / engines.get(artifact.engine).files[0], threads)
-    return OnnxRuntime(compile_cache.contents(files[0]), threads)
+def open_onnxruntime(folder: Path, artifact: Artifact, threads: int | None) -> OnnxRuntimeEngine:
+    """The int8 graph of an artifact."""
+    files = engines.get_engine(artifact.engine).find_files(folder)
+    if not _is_compressed(files):
+        return OnnxRuntimeEngine(folder / engines.get_engine(artifact.engine).files[0], threads)
+    return OnnxRuntimeEngine(compile_cache.read_compressed(files[0]), threads)
 
 
-def _one(outputs: Sequence[Floats]) -> Floats:
-    """A copy of a graph's output. A span model has two, its start and its end: they are the last axis of one array."""
+def _merge_outputs(outputs: Sequence[Floats]) -> Floats:
+    """Copy a graph's output. A span model has two outputs, start and end: they become the last axis of one array."""
     return outputs[0].copy() if len(outputs) == 1 else np.stack(outputs, axis=-1)

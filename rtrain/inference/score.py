@@ -1,4 +1,4 @@
-"""Scores of an artefact through the path that answers requests, on a token store's split or on a file."""
+"""Scores of an artifact through the path of requests, on a token store's split or on a file."""
 
 import itertools
 import time
@@ -11,147 +11,172 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.config import Data, parse
-from rtrain.core.errors import ConfigError, Problem, quoted
-from rtrain.core.ragged import Encoded, Floats, Head, Int32s, Ints, Ragged, Tokens, batches, pack
+from rtrain.config import DataConfig, parse_config
+from rtrain.core.errors import ConfigError, Problem, quote_value
+from rtrain.core.ragged import EncodedRow, Floats, Head, Int32s, Ints, RaggedArray, TokenBatch, collate, iter_batches
 from rtrain.core.run_folder import Run
 from rtrain.core.text_segmentation import join_words
 from rtrain.data import contamination, quarantine, row_reader
-from rtrain.data.row_reader import Record
+from rtrain.data.row_reader import SourceRow
 from rtrain.data.sources import find
 from rtrain.data.store.store import Store, open_store
 from rtrain.inference.artifact import Artifact
-from rtrain.inference.predictor import BATCH_ROWS, MOST_TOKENS, Predictor
-from rtrain.metrics.entities import entities
-from rtrain.metrics.registry import metric_for
-from rtrain.metrics.scores import measure, without
-from rtrain.tasks.base import Input, Task, flaw_of
-from rtrain.tasks.token_tags import tags_of
+from rtrain.inference.predictor import DEFAULT_BATCH_SIZE, MAX_TOKENS_PER_CALL, Predictor
+from rtrain.metrics.entities import extract_entities
+from rtrain.metrics.registry import get_metric
+from rtrain.metrics.scores import measure_split, score_unseen_rows
+from rtrain.tasks.base import Input, Task, validate_task_row
+from rtrain.tasks.token_tags import parse_tags
 from rtrain.trainer.evaluate import SEED
 
-ABSENT = -100.0
-"""Logit of a label that a side lacks."""
-MASKED_TOKENS = 1 << 11
+MISSING_LABEL_LOGIT = -100.0
+"""Logit of a label that a model lacks."""
+MAX_MASKED_TOKENS_PER_CALL = 1 << 11
 """Most tokens of an engine call on masked text: one of XLM-R's 250,000 pieces takes a megabyte for each of them."""
-RUNNING_ROWS = 2000
-"""Most rows that are answered a second time, as running text."""
-EXAMPLES = 3
-"""Most labels that are named of those that an artefact lacks, and most bad rows."""
+MAX_RUNNING_TEXT_ROWS = 2000
+"""Most rows that are also predicted as running text."""
+MAX_EXAMPLES = 3
+"""Most examples of unknown labels and of bad rows in a report."""
 
 
 @dataclass(frozen=True)
-class Answered:
-    """Rows in the order that was asked for."""
+class PredictedRows:
+    """Predictions in the order of the requested rows."""
 
     outputs: list[Floats]
-    """Empty where they were not to be kept."""
-    outcomes: Ragged
+    """Empty without `keep_outputs`."""
+    row_results: RaggedArray
 
 
-def on_split(
-    predictor: Predictor, store: Store, split: str, rows: Ints, batch_rows: int = BATCH_ROWS, *, keep: bool = True
-) -> Answered:
-    """The answers to the rows at the positions `rows`; neighbours in length share a batch. `keep` as `answer` has
-    it."""
-    lengths = store.column(split, "length")[rows]
-    return answer(predictor, lengths, lambda places: store.read(split, rows[places]), batch_rows, keep=keep)
-
-
-def scores(predictor: Predictor, answered: Answered, store: Store, split: str = "test") -> dict[str, float]:
-    """The scores of answers to all rows of a split, in index order."""
-    return metric_for(predictor.task.output).scores(answered.outcomes, store.targets(split), predictor.head)
-
-
-def answer(
+def predict_split(
     predictor: Predictor,
-    lengths: Int32s,
-    read: Callable[[Ints], Tokens],
-    batch_rows: int = BATCH_ROWS,
+    store: Store,
+    split: str,
+    rows: Ints,
+    batch_size: int = DEFAULT_BATCH_SIZE,
     *,
-    keep: bool = True,
-) -> Answered:
-    """The answers to rows of these lengths; `read` gives the tokens of those at some places. Outputs are not kept
-    without `keep`: of masked text a row has one for each piece of the vocabulary and each mask, a megabyte and more."""
-    task, head = predictor.task, predictor.head
-    outputs: dict[int, Floats] = {}
-    outcomes: dict[int, Any] = {}
-    most = MOST_TOKENS if keep else MASKED_TOKENS
-    for places in batches(lengths, np.argsort(lengths, kind="stable"), batch_rows, most):
-        tokens = task.prepare(read(places), head, SEED, 0)
-        found = task.outputs(predictor.run_tokens(tokens), tokens, head)
-        if keep:
-            outputs.update(zip(places.tolist(), found, strict=True))
-        outcomes.update(zip(places.tolist(), task.outcomes(found, tokens, head), strict=True))
-    rows = range(len(lengths))
-    return Answered(
-        [outputs[row] for row in rows] if keep else [], Ragged.of([outcomes[row] for row in rows], np.float64)
+    keep_outputs: bool = True,
+) -> PredictedRows:
+    """Predict the rows at the positions `rows`; rows of similar length share a batch. `keep_outputs`: see
+    `predict_rows`."""
+    lengths = store.column(split, "length")[rows]
+    return predict_rows(
+        predictor, lengths, lambda places: store.read_tokens(split, rows[places]), batch_size, keep_outputs=keep_outputs
     )
 
 
-def settings(made: Artifact, overrides: Mapping[str, Any]) -> Data:
-    """How a file is read for an artefact: as its own training rows were, but for what `overrides` and its name say."""
-    data = dict(made.data)
-    if find.tells_format(str(overrides.get("data.path", ""))):
+def compute_scores(
+    predictor: Predictor, predicted_rows: PredictedRows, store: Store, split: str = "test"
+) -> dict[str, float]:
+    """Return the scores of predictions for all rows of a split, in index order."""
+    return get_metric(predictor.task.output).main_scores(
+        predicted_rows.row_results, store.targets(split), predictor.head
+    )
+
+
+def predict_rows(
+    predictor: Predictor,
+    lengths: Int32s,
+    read_tokens: Callable[[Ints], TokenBatch],
+    batch_size: int = DEFAULT_BATCH_SIZE,
+    *,
+    keep_outputs: bool = True,
+) -> PredictedRows:
+    """Predict rows of these lengths; `read_tokens` returns the tokens of the rows at some positions. Without
+    `keep_outputs` outputs are dropped: a row of masked text has one for each piece of the vocabulary and each mask, a
+    megabyte and more."""
+    task, head = predictor.task, predictor.head
+    outputs_by_row: dict[int, Floats] = {}
+    results_by_row: dict[int, Any] = {}
+    max_tokens = MAX_TOKENS_PER_CALL if keep_outputs else MAX_MASKED_TOKENS_PER_CALL
+    for row_indices in iter_batches(lengths, np.argsort(lengths, kind="stable"), batch_size, max_tokens):
+        tokens = task.prepare(read_tokens(row_indices), head, SEED, 0)
+        batch_outputs = task.row_outputs(predictor.run_tokens(tokens), tokens, head)
+        if keep_outputs:
+            outputs_by_row.update(zip(row_indices.tolist(), batch_outputs, strict=True))
+        results_by_row.update(zip(row_indices.tolist(), task.row_results(batch_outputs, tokens, head), strict=True))
+    rows = range(len(lengths))
+    return PredictedRows(
+        [outputs_by_row[row] for row in rows] if keep_outputs else [],
+        RaggedArray.from_rows([results_by_row[row] for row in rows], np.float64),
+    )
+
+
+def resolve_data_settings(artifact: Artifact, overrides: Mapping[str, Any]) -> DataConfig:
+    """Return the settings for reading a file: those of the artifact's training rows, changed by `overrides` and by the
+    file's suffix."""
+    data = dict(artifact.data)
+    if find.has_format_suffix(str(overrides.get("data.path", ""))):
         data["format"] = None
-    data["split"] = data["split_by"] = None  # nothing is split
-    document = {"name": made.name, "task": made.task, "data": data}
-    return parse(document, overrides).recipe.data
+    data["split_column"] = data["group_column"] = None  # nothing is split
+    document = {"name": artifact.name, "task": artifact.task, "data": data}
+    return parse_config(document, overrides).recipe.data
 
 
-def settings_for_scores(made: Artifact, overrides: Mapping[str, Any]) -> Data:
-    """As `settings`, for rows that are scored: where the file has the column that split the training run, it says here
-    too which rows are test rows."""
-    data, column = settings(made, overrides), made.data.get("split")
-    if column is None or "data.split" in overrides or column not in row_reader.inspect(data).columns:
+def resolve_scoring_settings(artifact: Artifact, overrides: Mapping[str, Any]) -> DataConfig:
+    """`resolve_data_settings` for rows to score: where the file has the split column of the training run, only its test
+    rows are scored."""
+    data, split_column = resolve_data_settings(artifact, overrides), artifact.data.get("split_column")
+    if (
+        split_column is None
+        or "data.split_column" in overrides
+        or split_column not in row_reader.inspect_source(data).columns
+    ):
         return data
-    return data.model_copy(update={"split": column})
+    return data.model_copy(update={"split_column": split_column})
 
 
-def run(folder: Path, data: Data) -> dict[str, Any]:
-    """Answer the rows of a file, and score the answers. A label that the artefact lacks is one that it never gives: the
-    row is wrong, whatever is answered.
+def score_file(folder: Path, data: DataConfig) -> dict[str, Any]:
+    """Predict the rows of a file, and score the predictions. A row with a label unknown to the artifact is always
+    wrong.
 
-    The report is as `rtrain.metrics.scores` has it of a run's splits, `unseen` where rows are training or validation
-    rows; `seen`: how many of the rows are `train` and `valid` rows of the artefact, None where that is not known;
-    `left_out`: rows of other splits than the test, by split; `bad_rows`, which could not be read, and
-    `bad_row_examples` of them; `cut_rows`, which are longer than what the artefact reads; `unknown_labels`: how many
-    `rows` have a label that the artefact lacks, and `examples` of such labels; `rows_per_second`.
+    The report has the keys of a run's splits (`rtrain.metrics.scores`), `unseen` where rows are training or validation
+    rows, and:
+      seen_rows: number of `train` and `valid` rows of the artifact among the rows; None where unknown
+      excluded_rows: rows of splits other than test, by split
+      bad_rows, bad_row_examples: rows that could not be read
+      truncated_rows: rows longer than the artifact reads
+      unknown_labels: number of `rows` with a label that the artifact lacks, and `examples` of these labels
+      rows_per_second
     """
-    source = row_reader.inspect(data)
+    source = row_reader.inspect_source(data)
     predictor = Predictor.load(folder)
     task = predictor.task
-    rows, left_out = rows_of(source, data, task)
-    good = sound_rows(rows, data)
-    seen = find_seen_rows(trained_from(folder, predictor.artifact), good)
-    start = time.perf_counter()
-    asked = ask(predictor, good)
-    tokens, targets = asked.tokens, asked.targets
-    lengths, has_answers = tokens.lengths_of_rows, task.output != "tokens"
-    answered = answer(predictor, lengths, tokens.pick, keep=has_answers)
-    seconds = time.perf_counter() - start
-    columns = {name: [row.slices[place] for row in good] for place, name in enumerate(data.slices)}
-    outcomes = asked.outcomes(task, answered.outcomes)
-    found = measure(task, asked.head, "file", outcomes, targets, lengths, columns)
+    rows, excluded_rows = read_scored_rows(source, data, task)
+    usable_rows = select_usable_rows(rows, data)
+    seen_rows = find_seen_rows(find_training_store(folder, predictor.artifact), usable_rows)
+    start_time = time.perf_counter()
+    encoded_rows = encode_rows(predictor, usable_rows)
+    tokens, targets = encoded_rows.tokens, encoded_rows.targets
+    lengths, has_answers = tokens.row_lengths, task.output != "tokens"
+    predicted_rows = predict_rows(predictor, lengths, tokens.take, keep_outputs=has_answers)
+    seconds = time.perf_counter() - start_time
+    slice_columns = {name: [row.slices[place] for row in usable_rows] for place, name in enumerate(data.slices)}
+    row_results = encoded_rows.align_row_results(task, predicted_rows.row_results)
+    report = measure_split(task, encoded_rows.head, "file", row_results, targets, lengths, slice_columns)
     if has_answers:
-        answers = task.decode(answered.outputs, asked.inputs, asked.encoded, predictor.head, {})
-        found["scores"] |= task.judge(answers, [row.label for row in good])
+        answers = task.decode(predicted_rows.outputs, encoded_rows.inputs, encoded_rows.encoded, predictor.head, {})
+        report["scores"] |= task.reference_scores(answers, [row.label for row in usable_rows])
     if task.output == "tags":
-        some = good[:RUNNING_ROWS]
-        words = [row.text.split(" ") for row in some]
-        own = score_running_text(predictor, words, [tags_of(row.label) for row in some])
-        found["scores"] |= {f"running_text_{name}": value for name, value in own.items()}
-    if seen is not None and seen.either.any():
-        found["unseen"] = without(task, asked.head, outcomes, targets, seen.either)
-    flaws = (f"line {row.line}: {row.reason}" for row in rows if row.reason is not None)
+        running_rows = usable_rows[:MAX_RUNNING_TEXT_ROWS]
+        words = [row.text.split(" ") for row in running_rows]
+        running_text_scores = score_running_text(predictor, words, [parse_tags(row.label) for row in running_rows])
+        report["scores"] |= {f"running_text_{name}": value for name, value in running_text_scores.items()}
+    if seen_rows is not None and seen_rows.in_train_or_valid.any():
+        report["unseen"] = score_unseen_rows(task, encoded_rows.head, row_results, targets, seen_rows.in_train_or_valid)
+    row_problems = (f"line {row.line}: {row.reason}" for row in rows if row.reason is not None)
     return {
-        **found,
-        "seen": None if seen is None else seen.counts(),
-        "left_out": left_out,
-        "bad_rows": len(rows) - len(good),
-        "bad_row_examples": list(itertools.islice(flaws, EXAMPLES)),
-        "cut_rows": sum(row.truncated for row in asked.encoded),
-        "unknown_labels": {"rows": int(asked.unknown.sum()), "examples": examples(good, asked)},
-        "rows_per_second": round(len(good) / seconds, 1),
+        **report,
+        "seen_rows": None if seen_rows is None else seen_rows.count_by_split(),
+        "excluded_rows": excluded_rows,
+        "bad_rows": len(rows) - len(usable_rows),
+        "bad_row_examples": list(itertools.islice(row_problems, MAX_EXAMPLES)),
+        "truncated_rows": sum(row.is_truncated for row in encoded_rows.encoded),
+        "unknown_labels": {
+            "rows": int(encoded_rows.has_unknown_label.sum()),
+            "examples": list_unknown_labels(usable_rows, encoded_rows),
+        },
+        "rows_per_second": round(len(usable_rows) / seconds, 1),
     }
 
 
@@ -160,173 +185,204 @@ def score_running_text(
 ) -> dict[str, float]:
     """Precision, recall and F1 of entities in rows whose words are joined as running text.
 
-    The text is cut again as requests are (`rtrain.core.text_segmentation.join_words`). An entity is right if its type
-    and both its characters, first and last, are."""
-    joined = [join_words(row) for row in words]
-    answers = predictor([text for text, _ in joined])
-    right = given = true = 0
-    for (_, spans), row, answer in zip(joined, tags, answers, strict=True):
-        wanted = {(one.type, spans[one.start][0], spans[one.end - 1][1]) for one in entities(row)}
-        have = {(one["entity_group"], one["start"], one["end"]) for one in answer}
-        right, given, true = right + len(wanted & have), given + len(have), true + len(wanted)
-    parts = {"precision": (right, given), "recall": (right, true), "f1": (2 * right, given + true)}
-    return {name: above / below if below else 0.0 for name, (above, below) in parts.items()}
-
-
-def describe_rows(report: Mapping[str, Any], data: Data, labels: Sequence[str]) -> Iterator[str]:
-    """Lines about the rows behind a report's scores: left out, seen in training, bad, with unknown labels. `labels`:
-    the artifact's."""
-    if left := report["left_out"]:
-        splits = " and ".join(f"{rows:,} {split}" for split, rows in left.items())
-        every = "; --set data.split=null scores all" if data.split else ""
-        yield f"{splits} rows are left out: the test rows alone are scored{every}"
-    seen = report["seen"]
-    if seen is None:
-        yield "whether the model was trained on these rows is not known: its run's token store is not here"
-    elif "unseen" in report:
-        unseen, headline = report["unseen"], report["headline"]
-        yield (
-            f"WARNING: {seen['train']:,} of the {report['rows']:,} rows are training rows of the model, and "
-            f"{seen['valid']:,} are validation rows: the scores above say little about new rows"
+    The text is split again like requests (`rtrain.core.text_segmentation.join_words`). An entity is right if its type
+    and its first and last character are."""
+    joined_rows = [join_words(row) for row in words]
+    answers = predictor([text for text, _ in joined_rows])
+    num_correct = num_predicted = num_expected = 0
+    for (_, spans), row, answer in zip(joined_rows, tags, answers, strict=True):
+        expected_entities = {
+            (entity.type, spans[entity.start][0], spans[entity.end - 1][1]) for entity in extract_entities(row)
+        }
+        predicted_entities = {(entity["entity_group"], entity["start"], entity["end"]) for entity in answer}
+        num_correct, num_predicted, num_expected = (
+            num_correct + len(expected_entities & predicted_entities),
+            num_predicted + len(predicted_entities),
+            num_expected + len(expected_entities),
         )
-        score = f"{headline} {unseen['scores'][headline]:.4f}" if headline in unseen["scores"] else "no score"
-        yield f"the {unseen['rows']:,} rows that the model has not seen: {score}"
-    bad = "".join(f"; {example}" for example in report["bad_row_examples"])
-    cut = f", {report['cut_rows']:,} cut rows" if report["cut_rows"] else ""
-    yield f"{report['bad_rows']} bad rows{bad}{cut}, {report['rows_per_second']} rows/s"
-    if rows := report["unknown_labels"]["rows"]:
+    ratios = {
+        "precision": (num_correct, num_predicted),
+        "recall": (num_correct, num_expected),
+        "f1": (2 * num_correct, num_predicted + num_expected),
+    }
+    return {name: above / below if below else 0.0 for name, (above, below) in ratios.items()}
+
+
+def describe_rows(report: Mapping[str, Any], data: DataConfig, labels: Sequence[str]) -> Iterator[str]:
+    """Yield lines about a report's rows: excluded, seen in training, bad, with unknown labels. `labels`: the
+    artifact's."""
+    if excluded_rows := report["excluded_rows"]:
+        splits = " and ".join(f"{rows:,} {split}" for split, rows in excluded_rows.items())
+        hint = "; --set data.split_column=null scores all" if data.split_column else ""
+        yield f"{splits} rows are excluded: only test rows are scored{hint}"
+    seen_rows = report["seen_rows"]
+    if seen_rows is None:
+        yield "unknown whether the model was trained on these rows: its run's token store is missing"
+    elif "unseen" in report:
+        unseen_report, headline = report["unseen"], report["headline"]
+        yield (
+            f"WARNING: {seen_rows['train']:,} of the {report['rows']:,} rows are training rows of the model, and "
+            f"{seen_rows['valid']:,} are validation rows: the scores above say little about new rows"
+        )
+        score = (
+            f"{headline} {unseen_report['scores'][headline]:.4f}" if headline in unseen_report["scores"] else "no score"
+        )
+        yield f"the {unseen_report['rows']:,} rows that the model has not seen: {score}"
+    bad_examples = "".join(f"; {example}" for example in report["bad_row_examples"])
+    truncated_text = f", {report['truncated_rows']:,} truncated rows" if report["truncated_rows"] else ""
+    yield f"{report['bad_rows']} bad rows{bad_examples}{truncated_text}, {report['rows_per_second']} rows/s"
+    if num_unknown := report["unknown_labels"]["rows"]:
         examples = " and ".join(report["unknown_labels"]["examples"])
-        where = f"{rows} row{'' if rows == 1 else 's'}"
-        known = quarantine.list_labels(labels)
-        yield f"labels that the artefact lacks, in {where}, such as {examples}; it has {known}"
+        row_text = f"{num_unknown} row{'' if num_unknown == 1 else 's'}"
+        label_list = quarantine.format_labels(labels)
+        yield f"labels that the artifact lacks, in {row_text}, such as {examples}; it has {label_list}"
 
 
-def rows_of(source: row_reader.Source, data: Data, task: Task) -> tuple[list[Record], dict[str, int]]:
-    """(rows of a file, how many good ones are left out by split). A row that the task cannot use has the reason. Where
-    the file or a column names splits, good rows of other splits than the test are left out.
+def read_scored_rows(
+    source: row_reader.DataSource, data: DataConfig, task: Task
+) -> tuple[list[SourceRow], dict[str, int]]:
+    """Return (rows of a file, number of excluded rows by split). A row that the task cannot use has a reason. Where the
+    file or a column names splits, valid rows of splits other than test are excluded.
 
-    Raises `ConfigError` where splits are named and no row is a test row.
+    Raises `ConfigError` if splits are named and no row is a test row.
     """
-    named = data.split is not None or source.has_test
-    rows: list[Record] = []
-    left_out: Counter[str] = Counter()
-    for piece in source.pieces:
-        for record in (_with_flaw(record, task) for record in row_reader.read(piece, data)):
-            split = record.split or piece.role
-            if named and record.reason is None and split != "test":
-                left_out[split] += 1
+    has_splits = data.split_column is not None or source.has_test
+    rows: list[SourceRow] = []
+    excluded_rows: Counter[str] = Counter()
+    for source_file in source.files:
+        for record in (_validate_record(record, task) for record in row_reader.read_rows(source_file, data)):
+            split = record.split or source_file.role
+            if has_splits and record.reason is None and split != "test":
+                excluded_rows[split] += 1
             else:
                 rows.append(record)
-    if left_out and all(record.reason is not None for record in rows):
-        reason, fix = "no row is a test row", "name another file, or write --set data.split=null to score all rows"
-        raise ConfigError([Problem("data.split", data.split, reason, fix, code="no_test_rows")])
-    return rows, dict(left_out)
+    if excluded_rows and all(record.reason is not None for record in rows):
+        reason, fix = (
+            "no row is a test row",
+            "name another file, or write --set data.split_column=null to score all rows",
+        )
+        raise ConfigError([Problem("data.split_column", data.split_column, reason, fix, code="no_test_rows")])
+    return rows, dict(excluded_rows)
 
 
-def trained_from(folder: Path, made: Artifact, beside: Store | None = None) -> Store | None:
-    """The token store that an artefact was trained from, where its run lies around it and the store is still there; or
-    where it lies beside another one."""
-    run, digest = Run(folder.parent), made.lineage.get("data_digest")
-    places = [run.store if run.exists else None, None if beside is None else beside.folder.with_name(str(digest))]
-    for place in places:
-        if place is not None and (place / "manifest.json").is_file() and open_store(place).manifest.digest == digest:
-            return open_store(place)
+def find_training_store(folder: Path, artifact: Artifact, sibling_store: Store | None = None) -> Store | None:
+    """Return the token store that an artifact was trained from, if its run folder and the store still exist, or if the
+    store lies beside `sibling_store`."""
+    run, digest = Run(folder.parent), artifact.lineage.get("data_digest")
+    candidate_folders = [
+        run.token_store if run.exists else None,
+        None if sibling_store is None else sibling_store.folder.with_name(str(digest)),
+    ]
+    for candidate in candidate_folders:
+        if (
+            candidate is not None
+            and (candidate / "manifest.json").is_file()
+            and open_store(candidate).manifest.digest == digest
+        ):
+            return open_store(candidate)
     return None
 
 
-class Seen(NamedTuple):
-    """Which of some rows a model has learned from: it was trained on `train`, and its weights and thresholds were
-    chosen by `valid`. No row is both."""
+class SeenRows(NamedTuple):
+    """Masks of rows that a model has seen: `train` rows for training, `valid` rows for choosing weights and thresholds.
+    No row is both."""
 
     train: npt.NDArray[np.bool_]
     valid: npt.NDArray[np.bool_]
 
     @property
-    def either(self) -> npt.NDArray[np.bool_]:
+    def in_train_or_valid(self) -> npt.NDArray[np.bool_]:
         return self.train | self.valid
 
-    def counts(self) -> dict[str, int]:
+    def count_by_split(self) -> dict[str, int]:
         return {split: int(mask.sum()) for split, mask in self._asdict().items()}
 
 
-def find_seen_rows(store: Store | None, rows: Sequence[Record]) -> Seen | None:
-    """Rows whose texts are training or validation rows of a store; None where it is gone, or kept no keys of texts."""
-    if store is None or not all(len(store.keys(split)) == store.rows(split) for split in Seen._fields):
+def find_seen_rows(store: Store | None, rows: Sequence[SourceRow]) -> SeenRows | None:
+    """Return the rows whose texts are training or validation rows of a store; None without the store or its text
+    keys."""
+    if store is None or not all(len(store.text_keys(split)) == store.num_rows(split) for split in SeenRows._fields):
         return None
-    keys = np.array([contamination.key(row) for row in rows], np.uint64)
-    train, valid = (contamination.seen([store.keys(split)], keys) for split in Seen._fields)
-    return Seen(train, valid & ~train)
+    keys = np.array([contamination.compute_text_key(row) for row in rows], np.uint64)
+    train, valid = (contamination.find_in_training_set([store.text_keys(split)], keys) for split in SeenRows._fields)
+    return SeenRows(train, valid & ~train)
 
 
-def sound_rows(rows: Sequence[Record], data: Data) -> list[Record]:
-    """The rows that can be used. Raises `ConfigError` where there are none, with what is wrong with the first."""
-    sound = [row for row in rows if row.reason is None]
-    if not sound:
-        first = f" (line {rows[0].line}: {rows[0].reason})" if rows else ""
+def select_usable_rows(rows: Sequence[SourceRow], data: DataConfig) -> list[SourceRow]:
+    """Return the valid rows. Raises `ConfigError` without any, with the problem of the first row."""
+    usable_rows = [row for row in rows if row.reason is None]
+    if not usable_rows:
+        first_problem = f" (line {rows[0].line}: {rows[0].reason})" if rows else ""
         problem = Problem(
             "data.path",
             data.path,
-            f"no row can be used{first}",
+            f"no row can be used{first_problem}",
             "give rows with text and label",
             code="no_rows",
         )
         raise ConfigError([problem])
-    return sound
+    return usable_rows
 
 
-class Asked(NamedTuple):
-    """Rows as an artefact reads them."""
+class EncodedRows(NamedTuple):
+    """Rows encoded for an artifact."""
 
     inputs: list[Input]
-    encoded: list[Encoded]
-    tokens: Tokens
-    """With their targets, as far as the artefact has them."""
-    targets: Ragged
-    """By `head`."""
-    unknown: npt.NDArray[np.bool_]
-    """Rows with a label that the artefact lacks."""
+    encoded: list[EncodedRow]
+    tokens: TokenBatch
+    """Tokens with the targets known to the artifact."""
+    targets: RaggedArray
+    """Targets by `head`."""
+    has_unknown_label: npt.NDArray[np.bool_]
+    """Rows with a label unknown to the artifact."""
     head: Head
-    """The artefact's. Where an answer is several labels, or tags, those that the rows alone have stand behind its own:
-    what is missing of a row's answer must count."""
-    strange: tuple[str, ...]
-    """Those labels."""
+    """The artifact's head. For answers of several labels or tags, labels of the rows alone are appended, so that
+    missing labels count as wrong."""
+    unknown_labels: tuple[str, ...]
+    """The appended labels."""
 
-    def outcomes(self, task: Task, outcomes: Ragged) -> Ragged:
-        """Outcomes by `head`."""
+    def align_row_results(self, task: Task, row_results: RaggedArray) -> RaggedArray:
+        """Return the row results by `head`."""
         if task.output != "labels":
-            return outcomes
-        own = outcomes.matrix(len(self.head.labels) - len(self.strange))
-        return Ragged.even(np.pad(own, ((0, 0), (0, len(self.strange))), constant_values=ABSENT))
+            return row_results
+        known_results = row_results.to_matrix(len(self.head.labels) - len(self.unknown_labels))
+        return RaggedArray.from_matrix(
+            np.pad(known_results, ((0, 0), (0, len(self.unknown_labels))), constant_values=MISSING_LABEL_LOGIT)
+        )
 
 
-def ask(predictor: Predictor, rows: Sequence[Record]) -> Asked:
-    """Tokens and targets of rows without flaw, by the artefact's own tokenizer and labels."""
+def encode_rows(predictor: Predictor, rows: Sequence[SourceRow]) -> EncodedRows:
+    """Tokens and targets of rows without flaw, by the artifact's own tokenizer and labels."""
     task = predictor.task
     inputs: list[Input] = [
         dict(zip(task.fields, (row.text, row.pair), strict=True)) if row.pair is not None else row.text for row in rows
     ]
     encoded = predictor.encode(inputs)
-    marks = [task.marks(row.text, row.pair, row.label, one) for row, one in zip(rows, encoded, strict=True)]
-    labels, at = [row.label for row in rows], Ragged.of(marks, np.int32)
-    targets, unknown = task.targets(labels, at, predictor.head)
-    tokens = replace(pack(encoded), targets=targets.values, counts=targets.counts)
-    head, strange = predictor.head, tuple[str, ...]()
-    if task.output in ("labels", "tags") and unknown.any():
-        every = task.head(Counter(labels), predictor.tokenizer).labels
-        strange = tuple(name for name in every if name not in head.labels)
-        head = replace(head, labels=(*head.labels, *strange))
-        targets = task.targets(labels, at, head).values
-    return Asked(inputs, encoded, tokens, targets, unknown, head, strange)
+    target_positions = [
+        task.target_positions(row.text, row.pair, row.label, one) for row, one in zip(rows, encoded, strict=True)
+    ]
+    labels, ragged_positions = [row.label for row in rows], RaggedArray.from_rows(target_positions, np.int32)
+    targets, has_unknown_label = task.build_targets(labels, ragged_positions, predictor.head)
+    tokens = replace(collate(encoded), targets=targets.values, targets_per_row=targets.counts)
+    head, unknown_labels = predictor.head, tuple[str, ...]()
+    if task.output in ("labels", "tags") and has_unknown_label.any():
+        all_labels = task.build_head(Counter(labels), predictor.tokenizer).labels
+        unknown_labels = tuple(name for name in all_labels if name not in head.labels)
+        head = replace(head, labels=(*head.labels, *unknown_labels))
+        targets = task.build_targets(labels, ragged_positions, head).values
+    return EncodedRows(inputs, encoded, tokens, targets, has_unknown_label, head, unknown_labels)
 
 
-def examples(rows: Sequence[Record], asked: Asked) -> list[str]:
-    """Labels that the artefact lacks; whole labels of rows where an answer has one label, or one for each head."""
-    found = asked.strange or dict.fromkeys(rows[row].label for row in np.flatnonzero(asked.unknown).tolist())
-    return [quoted(label) for label in itertools.islice(found, EXAMPLES)]
+def list_unknown_labels(rows: Sequence[SourceRow], encoded_rows: EncodedRows) -> list[str]:
+    """Labels that the artifact lacks; whole labels of rows where an answer has one label, or one for each head."""
+    unknown_labels = encoded_rows.unknown_labels or dict.fromkeys(
+        rows[row].label for row in np.flatnonzero(encoded_rows.has_unknown_label).tolist()
+    )
+    return [quote_value(label) for label in itertools.islice(unknown_labels, MAX_EXAMPLES)]
 
 
-def _with_flaw(record: Record, task: Task) -> Record:
+def _validate_record(record: SourceRow, task: Task) -> SourceRow:
     """The record; with the task's reason where the task cannot use it."""
     if record.reason is not None:
         return record
-    return record._replace(reason=flaw_of(task, record.text, record.pair, record.label))
+    return record._replace(reason=validate_task_row(task, record.text, record.pair, record.label))

@@ -1,8 +1,8 @@
 """The scores of a split by the kind of output, in float64: `METRICS` lists them.
 
-Pure functions of all rows' outcomes and targets, in the same order on every worker, so that scores that are no sums
-over rows (an area under a curve, a correlation) need no special care. The arithmetic is in the other modules of this
-package; here it is chosen for a kind of output, and named.
+Pure functions of all rows' results and targets, in the same order on every worker, so scores that are not sums over
+rows (an area under a curve, a correlation) need no special case. The arithmetic is in the other modules of this
+package; this module selects it by the kind of output, and names it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -11,289 +11,342 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.core.ragged import IGNORED, OUTSIDE, Head, Ragged
+from rtrain.core.ragged import IGNORE_INDEX, OUT_OF_SCOPE, Head, RaggedArray
 from rtrain.metrics import classification, entities, regression, rouge, row_correct, summary_rows, tables
-from rtrain.metrics.sums import Additive, Floats, Ints, joined, means, ratio
+from rtrain.metrics.sums import Floats, Ints, SumMetric, combine_metrics, make_mean_metric, ratio
 
 Scores = dict[str, float]
-Measured = Callable[[Ragged, Ragged, Head], Scores]
-"""(outcomes, targets, head) -> scores by name."""
+ScoreFunction = Callable[[RaggedArray, RaggedArray, Head], Scores]
+"""(row results, targets, head) -> scores by name."""
 
 
 class Metric(NamedTuple):
     headline: str
-    """Name of the score by which models are compared; larger is better."""
-    additive: Callable[[Ragged, Ragged, Head], Additive]
+    """Name of the score that ranks models; larger is better."""
+    make_sum_metric: Callable[[RaggedArray, RaggedArray, Head], SumMetric]
     """Scores as a function of sums over rows, which can be resampled: the headline is one of them."""
-    more: Measured | None = None
-    """Figures that are measured of a finished model only."""
-    tables: Callable[[Ragged, Ragged, Head], dict[str, Any]] | None = None
-    """Results that are no single figure, as JSON of bounded size (`rtrain.metrics.tables`)."""
-    right: Callable[[Ragged, Ragged, Head], npt.NDArray[np.bool_]] | None = None
-    """Whether each row's answer is right as a whole; None where answers are nearer to the truth or farther from it."""
-    later: tuple[str, ...] = ()
-    """Beginnings of the names of those scores of `additive` that are given of a finished model only."""
+    compute_extra_scores: ScoreFunction | None = None
+    """Scores that are computed for a finished model only."""
+    build_tables: Callable[[RaggedArray, RaggedArray, Head], dict[str, Any]] | None = None
+    """Results that are not single numbers, as JSON of bounded size (`rtrain.metrics.tables`)."""
+    mark_correct: Callable[[RaggedArray, RaggedArray, Head], npt.NDArray[np.bool_]] | None = None
+    """Whether each row's answer is right as a whole; None if answers are right by degrees."""
+    final_only_prefixes: tuple[str, ...] = ()
+    """Prefixes of the scores of `make_sum_metric` that are reported for a finished model only."""
 
-    def scores(self, outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+    def main_scores(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> Scores:
         """The headline and the field's main figures, few enough for a line of the log; `rows` among them."""
-        found = self.additive(outcomes, targets, head).scores()
-        return {**{name: one for name, one in found.items() if not name.startswith(self.later)}, "rows": len(outcomes)}
+        scores = self.make_sum_metric(row_results, targets, head).scores()
+        return {
+            **{name: score for name, score in scores.items() if not name.startswith(self.final_only_prefixes)},
+            "rows": len(row_results),
+        }
 
-    def all(self, outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-        """Every figure."""
-        found = self.additive(outcomes, targets, head).scores()
-        first = {name: one for name, one in found.items() if not name.startswith(self.later)}
-        more = {} if self.more is None else self.more(outcomes, targets, head)
-        return {**first, "rows": len(outcomes), **found, **more}
+    def all_scores(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> Scores:
+        """All scores."""
+        sum_scores = self.make_sum_metric(row_results, targets, head).scores()
+        first_scores = {
+            name: score for name, score in sum_scores.items() if not name.startswith(self.final_only_prefixes)
+        }
+        extra_scores = (
+            {} if self.compute_extra_scores is None else self.compute_extra_scores(row_results, targets, head)
+        )
+        return {**first_scores, "rows": len(row_results), **sum_scores, **extra_scores}
 
 
-def as_read(name: str) -> tuple[str, int]:
+def split_sign(name: str) -> tuple[str, int]:
     """A score's name as it is shown, and the sign of its value: the negative of an error is shown as the error."""
     return name.removeprefix("neg_"), -1 if name.startswith("neg_") else 1
 
 
-def metric_for(output: str) -> Metric:
+def get_metric(output: str) -> Metric:
     return METRICS[output]
 
 
 # ------------------------------------------------------------------------------------------------------------- classes
 
-MACRO = ("macro_precision", "macro_recall", "macro_f1")
-ACCURACY_WITH_REFUSALS = "accuracy_with_refusals"
-"""Accuracy over all rows, those outside of the classes too, where a row may be refused."""
+MACRO_SCORES = ("macro_precision", "macro_recall", "macro_f1")
+ACCURACY_WITH_ABSTENTIONS = "accuracy_with_abstentions"
+"""Accuracy over all rows, out-of-scope rows included; the model may abstain."""
 
 
-def additive_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+def make_classes_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
     """Accuracy and macro precision, recall and F1. A target of -1 (a label without a class) is wrong for every class.
 
-    Where rows may be outside of all classes, these are of the rows inside, none of them refused; then, once there is a
-    threshold, how well the others are told from them, and the accuracy of all rows with those refused.
+    With an out-of-scope label, these are scores of the in-scope rows without abstentions. With a threshold, scores of
+    detecting out-of-scope rows and the accuracy with abstentions are added.
     """
-    logits, true = outcomes.matrix(len(head.labels)), _whole(targets.values)
-    predicted = classification.best(logits)
-    found = _named(classification.additive(true, predicted, len(head.labels)), ("accuracy", *MACRO))
-    if "outside" not in head.facts:
-        return found
-    outside = true == OUTSIDE
-    inside = Additive(found.rows.multiply((~outside).astype(np.float64)[:, None]).tocsr(), found.score)
+    logits, true = row_results.to_matrix(len(head.labels)), _to_int64(targets.values)
+    predicted = classification.predict_classes(logits)
+    class_metric = _select_scores(
+        classification.make_sum_metric(true, predicted, len(head.labels)), ("accuracy", *MACRO_SCORES)
+    )
+    if "out_of_scope_label" not in head.facts:
+        return class_metric
+    is_out_of_scope = true == OUT_OF_SCOPE
+    in_scope_metric = SumMetric(
+        class_metric.rows.multiply((~is_out_of_scope).astype(np.float64)[:, None]).tocsr(), class_metric.score
+    )
     if "threshold" not in head.facts:
-        return inside
-    refused = tables.chances_of(outcomes, head).max(axis=1) < head.facts["threshold"]
-    right = np.where(outside, refused, (predicted == true) & ~refused)
-    columns = (refused & outside, refused, outside, ~refused & ~outside, ~outside, right, np.ones_like(right))
-    return joined(inside, Additive(np.stack(columns, axis=1).astype(np.float64), _outside))
+        return in_scope_metric
+    is_abstained = tables.class_probabilities(row_results, head).max(axis=1) < head.facts["threshold"]
+    is_correct = np.where(is_out_of_scope, is_abstained, (predicted == true) & ~is_abstained)
+    columns = (
+        is_abstained & is_out_of_scope,
+        is_abstained,
+        is_out_of_scope,
+        ~is_abstained & ~is_out_of_scope,
+        ~is_out_of_scope,
+        is_correct,
+        np.ones_like(is_correct),
+    )
+    return combine_metrics(
+        in_scope_metric, SumMetric(np.stack(columns, axis=1).astype(np.float64), _compute_out_of_scope_scores)
+    )
 
 
-def _outside(sums: Floats) -> dict[str, Floats]:
-    both, refused, outside, kept, inside, right, rows = np.moveaxis(sums, -1, 0)
+def _compute_out_of_scope_scores(sums: Floats) -> dict[str, Floats]:
+    true_positives, num_abstained, out_of_scope, kept_in_scope, in_scope, num_correct, rows = np.moveaxis(sums, -1, 0)
     return {
-        "outside_precision": ratio(both, refused),
-        "outside_recall": ratio(both, outside),
-        "outside_f1": ratio(2 * both, refused + outside),
-        "inside_kept": ratio(kept, inside),
-        ACCURACY_WITH_REFUSALS: ratio(right, rows),
+        "out_of_scope_precision": ratio(true_positives, num_abstained),
+        "out_of_scope_recall": ratio(true_positives, out_of_scope),
+        "out_of_scope_f1": ratio(2 * true_positives, num_abstained + out_of_scope),
+        "in_scope_recall": ratio(kept_in_scope, in_scope),
+        ACCURACY_WITH_ABSTENTIONS: ratio(num_correct, rows),
     }
 
 
-def more_of_classes(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+def compute_extra_class_scores(row_results: RaggedArray, targets: RaggedArray, head: Head) -> Scores:
     """One-vs-rest AUC, where a class has rows and others have too, and the expected calibration error; the AUC of
     telling the rows outside of all classes by the best class's chance."""
-    chances, true = tables.chances_of(outcomes, head), _whole(targets.values)
-    outside = true == OUTSIDE
-    found = {"ece": tables.ece(chances[~outside], true[~outside])}
-    area, _ = classification.auc(true[~outside], chances[~outside])
-    told, _ = classification.auc(outside.astype(np.int64), chances.max(axis=1)[:, None] * np.array([1.0, -1.0]))
-    return {**({} if area is None else {"auc": area}), **found, **({} if told is None else {"outside_auc": told})}
+    probabilities, true = tables.class_probabilities(row_results, head), _to_int64(targets.values)
+    is_out_of_scope = true == OUT_OF_SCOPE
+    scores = {"ece": tables.compute_ece(probabilities[~is_out_of_scope], true[~is_out_of_scope])}
+    area, _ = classification.compute_auc(true[~is_out_of_scope], probabilities[~is_out_of_scope])
+    out_of_scope_auc, _ = classification.compute_auc(
+        is_out_of_scope.astype(np.int64), probabilities.max(axis=1)[:, None] * np.array([1.0, -1.0])
+    )
+    return {
+        **({} if area is None else {"auc": area}),
+        **scores,
+        **({} if out_of_scope_auc is None else {"out_of_scope_auc": out_of_scope_auc}),
+    }
 
 
 # -------------------------------------------------------------------------------------------------------------- labels
 
 
-def additive_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+def make_labels_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
     """Micro and macro precision, recall and F1 of labels given or not, and the share of rows with all labels right.
 
-    A chance of the label's threshold or more gives it (0.5 where none was chosen).
+    A label is predicted if its probability is at least its threshold (default 0.5).
     """
-    true, given = tables.labels_given(outcomes, targets, head)
-    found = classification.additive_multilabel(true, given)
+    true, predicted = tables.predict_labels(row_results, targets, head)
+    label_metric = classification.make_multilabel_metric(true, predicted)
     names = ("micro_f1", "micro_precision", "micro_recall", "macro_f1", "macro_precision", "macro_recall")
-    return _named(found, (*names, "subset_accuracy"))
+    return _select_scores(label_metric, (*names, "subset_accuracy"))
 
 
-def more_of_labels(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
-    """Mean average precision, where a label has rows; it needs no threshold. Answers that are no number have no order,
-    and none."""
+def compute_extra_label_scores(row_results: RaggedArray, targets: RaggedArray, head: Head) -> Scores:
+    """Mean average precision, if a label has rows; it needs no threshold. It is undefined for NaN logits."""
     size = len(head.labels)
-    if np.isnan(outcomes.values).any():
+    if np.isnan(row_results.values).any():
         return {}
-    found = classification.mean_average_precision(targets.matrix(size) > 0, outcomes.matrix(size))
-    return {} if found is None else {"mean_average_precision": found}
+    average_precision = classification.mean_average_precision(targets.to_matrix(size) > 0, row_results.to_matrix(size))
+    return {} if average_precision is None else {"mean_average_precision": average_precision}
 
 
 # --------------------------------------------------------------------------------------------------------------- heads
 
 
-def additive_heads(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
-    """Accuracy and macro F1 of each head, over the rows that have its label, and the mean of the accuracies of those
-    heads of which some row has one."""
+def make_heads_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
+    """Accuracy and macro F1 of each head, over the rows that have its label, and the mean accuracy of the heads that
+    have a labeled row."""
     parts, names, presence = [], [], []
-    for name, own, logits, true in tables.of_heads(outcomes, targets, head):
-        part = classification.additive(np.maximum(true, -1), classification.best(logits), len(own))
-        present = part.rows.multiply((true != IGNORED).astype(np.float64)[:, None]).tocsr()
-        parts.append(_named(Additive(present, part.score), ("accuracy", "macro_f1"), f"{name}_"))
+    for name, head_labels, logits, true in tables.iter_heads(row_results, targets, head):
+        part = classification.make_sum_metric(
+            np.maximum(true, -1), classification.predict_classes(logits), len(head_labels)
+        )
+        present = part.rows.multiply((true != IGNORE_INDEX).astype(np.float64)[:, None]).tocsr()
+        parts.append(_select_scores(SumMetric(present, part.score), ("accuracy", "macro_f1"), f"{name}_"))
         names.append(f"{name}_accuracy")
-        presence.append(true != IGNORED)
-    return with_mean(joined(*parts), "mean_accuracy", names, np.stack(presence, axis=1))
+        presence.append(true != IGNORE_INDEX)
+    return add_mean_score(combine_metrics(*parts), "mean_accuracy", names, np.stack(presence, axis=1))
 
 
 # -------------------------------------------------------------------------------------------------------------- number
 
 
-def additive_number(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+def make_number_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
     """Errors in the targets' own unit; Pearson's r; and, where the training scores are steps of a scale, quadratic
     weighted kappa of predictions rounded to that scale.
 
     The headline is the negative RMSE: it is defined for any targets and predictions, also for the constant ones of a
     model that has learned nothing yet, and sees a wrong scale or offset, to which a correlation is blind.
     """
-    found, true = outcomes.values.astype(np.float64), targets.values.astype(np.float64)
-    parts = [regression.additive(true, found)]
+    predicted, true = row_results.values.astype(np.float64), targets.values.astype(np.float64)
+    parts = [regression.make_sum_metric(true, predicted)]
     if step := head.facts.get("step"):
         low, high = head.facts["lowest"], head.facts["highest"]
         # A score between or beyond the steps of the training scores counts as the nearest step.
-        rated = low + step * regression.ratings(true, low, high, step)
-        parts.append(regression.additive_kappa(rated, found, low, high, step))
-    every = joined(*parts)
+        rated = low + step * regression.to_ratings(true, low, high, step)
+        parts.append(regression.make_kappa_metric(rated, predicted, low, high, step))
+    combined_metric = combine_metrics(*parts)
 
     def score(sums: Floats) -> dict[str, Floats]:
-        scores = every.score(sums)
+        scores = combined_metric.score(sums)
         return {"neg_rmse": -scores["rmse"], **scores}
 
-    return Additive(every.rows, score)
+    return SumMetric(combined_metric.rows, score)
 
 
-def more_of_number(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+def compute_extra_number_scores(row_results: RaggedArray, targets: RaggedArray, head: Head) -> Scores:
     """Spearman's rank correlation."""
-    return {"spearman": regression.spearman(targets.values.astype(np.float64), outcomes.values.astype(np.float64))}
+    return {
+        "spearman": regression.compute_spearman(
+            targets.values.astype(np.float64), row_results.values.astype(np.float64)
+        )
+    }
 
 
 # ---------------------------------------------------------------------------------------------------------------- tags
 
 
-def additive_tags(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+def make_tags_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
     """Precision, recall and F1 of whole entities (type, start and end right), and the share of words that are."""
-    true, found = tables.tags_of(outcomes, targets)
-    named = [tables.names_of(side, head) for side in (true, found)]
-    right = [(one == other).sum() for one, other in zip(true, found, strict=True)]
-    sums = np.stack([np.asarray(right, dtype=np.float64), np.array([float(len(row)) for row in true])], axis=1)
-    words = Additive(sums, lambda total: {"word_accuracy": ratio(total[..., 0], total[..., 1])})
-    return joined(entities.additive(*named), words)
+    true, predicted = tables.collect_tags(row_results, targets)
+    tag_names = [tables.to_tag_names(side, head) for side in (true, predicted)]
+    num_correct = [(tags == predicted_tags).sum() for tags, predicted_tags in zip(true, predicted, strict=True)]
+    sums = np.stack([np.asarray(num_correct, dtype=np.float64), np.array([float(len(row)) for row in true])], axis=1)
+    words = SumMetric(sums, lambda total: {"word_accuracy": ratio(total[..., 0], total[..., 1])})
+    return combine_metrics(entities.make_sum_metric(*tag_names), words)
 
 
 # ------------------------------------------------------------------------------------------------------------- summary
 
 
-def additive_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+def make_summary_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
     """ROUGE-1, 2 and L (mean F1, 0 to 1), their mean, and BLEU (of the corpus, 0 to 100) of the summaries under the
     head's budget; of the first sentences under the same one, which a model must beat; and ROUGE of the oracle's
     sentences, which are learned, however long they are. The difference to the first sentences has an interval of its
     own, for a document is hard or easy for both."""
-    rows = np.array([row[: summary_rows.FIGURES] for row in outcomes]).reshape(-1, summary_rows.FIGURES)
-    size, wide = len(rouge.ROUGES), len(rouge.ROUGES) + rouge.BLEU_COUNTS
-    (own, own_counts), (lead, lead_counts) = (
-        (rows[:, start : start + size], rows[:, start + size : start + wide]) for start in (0, wide)
+    rows = np.array([row[: summary_rows.NUM_FIGURES] for row in row_results]).reshape(-1, summary_rows.NUM_FIGURES)
+    size, width = len(rouge.ROUGE_NAMES), len(rouge.ROUGE_NAMES) + rouge.BLEU_COUNTS
+    (rouge_scores, bleu_sums), (lead, lead_counts) = (
+        (rows[:, start : start + size], rows[:, start + size : start + width]) for start in (0, width)
     )
-    return joined(
-        _rouges("", own),
-        Additive(own_counts, lambda sums: {"bleu": rouge.bleu(sums)}),
-        _rouges("lead_", lead),
-        Additive(lead_counts, lambda sums: {"lead_bleu": rouge.bleu(sums)}),
-        _rouges("oracle_", rows[:, 2 * wide : 2 * wide + size]),
-        _rouges("over_lead_", own - lead),
-        Additive(np.concatenate([own_counts, lead_counts], axis=1), _bleu_over),
+    return combine_metrics(
+        _make_rouge_metric("", rouge_scores),
+        SumMetric(bleu_sums, lambda sums: {"bleu": rouge.compute_bleu(sums)}),
+        _make_rouge_metric("lead_", lead),
+        SumMetric(lead_counts, lambda sums: {"lead_bleu": rouge.compute_bleu(sums)}),
+        _make_rouge_metric("oracle_", rows[:, 2 * width : 2 * width + size]),
+        _make_rouge_metric("over_lead_", rouge_scores - lead),
+        SumMetric(np.concatenate([bleu_sums, lead_counts], axis=1), _bleu_over_lead),
     )
 
 
-def _rouges(prefix: str, columns: Floats) -> Additive:
+def _make_rouge_metric(prefix: str, columns: Floats) -> SumMetric:
     """`columns` is [rows, ROUGES]. The mean of each column, and the mean of all."""
-    named = {name: column for name, column in zip(rouge.ROUGES, columns.T, strict=True)}
-    return means({f"{prefix}{name}": column for name, column in {"rouge": columns.mean(axis=1), **named}.items()})
+    column_by_name = {name: column for name, column in zip(rouge.ROUGE_NAMES, columns.T, strict=True)}
+    return make_mean_metric(
+        {f"{prefix}{name}": column for name, column in {"rouge": columns.mean(axis=1), **column_by_name}.items()}
+    )
 
 
-def _bleu_over(sums: Floats) -> dict[str, Floats]:
-    own, lead = np.split(sums, 2, axis=-1)
-    return {"over_lead_bleu": rouge.bleu(own) - rouge.bleu(lead)}
+def _bleu_over_lead(sums: Floats) -> dict[str, Floats]:
+    summary_sums, lead_sums = np.split(sums, 2, axis=-1)
+    return {"over_lead_bleu": rouge.compute_bleu(summary_sums) - rouge.compute_bleu(lead_sums)}
 
 
-def more_of_summary(outcomes: Ragged, targets: Ragged, head: Head) -> Scores:
+def compute_extra_summary_scores(row_results: RaggedArray, targets: RaggedArray, head: Head) -> Scores:
     """The AUC of telling the oracle's sentences from the others by their chance, over all that were read."""
-    taken, _, chances, _ = tables.sentences_of(outcomes, targets)
-    taken, chances = taken[chances >= 0], chances[chances >= 0]
-    area, _ = classification.auc(taken.astype(np.int64), chances[:, None] * np.array([-1.0, 1.0]))
+    in_oracle, _, probabilities, _ = tables.collect_sentences(row_results, targets)
+    in_oracle, probabilities = in_oracle[probabilities >= 0], probabilities[probabilities >= 0]
+    area, _ = classification.compute_auc(in_oracle.astype(np.int64), probabilities[:, None] * np.array([-1.0, 1.0]))
     return {} if area is None else {"auc": area}
 
 
 # --------------------------------------------------------------------------------------------------- spans and tokens
 
 
-def additive_spans(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+def make_spans_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
     """Exact match and F1 of the answers' tokens, 0 to 1: an answer is given where its margin over none is above the
     head's threshold. (`rtrain evaluate` gives SQuAD's own scores, which are of the texts.)"""
-    f1, exact, given, _ = tables.answers_of(outcomes, head)
-    return means({"f1": f1, "exact_match": exact, "answered": given})
+    f1, exact, is_answered, _ = tables.score_spans(row_results, head)
+    return make_mean_metric({"f1": f1, "exact_match": exact, "answered": is_answered})
 
 
-def additive_tokens(outcomes: Ragged, targets: Ragged, head: Head) -> Additive:
+def make_tokens_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
     """Perplexity and accuracy of masked tokens, over all of them: rows weigh by their tokens."""
 
     def score(sums: Floats) -> dict[str, Floats]:
-        guessed, right, losses = np.moveaxis(sums, -1, 0)
-        mean = ratio(losses, guessed)
+        num_targets, num_correct, losses = np.moveaxis(sums, -1, 0)
+        mean = ratio(losses, num_targets)
         with np.errstate(over="ignore"):  # of a model that has learned nothing
-            perplexity = np.where(guessed > 0, np.exp(mean), 0.0)
-        return {"neg_loss": -mean, "perplexity": perplexity, "masked_accuracy": ratio(right, guessed)}
+            perplexity = np.where(num_targets > 0, np.exp(mean), 0.0)
+        return {"neg_loss": -mean, "perplexity": perplexity, "masked_accuracy": ratio(num_correct, num_targets)}
 
-    return Additive(outcomes.matrix(3).astype(np.float64), score)
+    return SumMetric(row_results.to_matrix(3).astype(np.float64), score)
 
 
 # -------------------------------------------------------------------------------------------------------------- shared
 
 
-def _whole(values: Any) -> Ints:
+def _to_int64(values: Any) -> Ints:
     return np.asarray(values, dtype=np.int64)
 
 
-def with_mean(every: Additive, mean: str, names: Sequence[str], present: npt.ArrayLike) -> Additive:
-    """`every`, and before its scores the mean of those in `names` that have rows; `present` says, [rows, names], which
+def add_mean_score(metric: SumMetric, mean_name: str, names: Sequence[str], present: npt.ArrayLike) -> SumMetric:
+    """`metric`, and before its scores the mean of those in `names` that have rows; `present` says, [rows, names], which
     rows count for which."""
-    counts = Additive(np.asarray(present, dtype=np.float64), lambda sums: {})
-    both, wide = joined(every, counts), len(names)
+    counts = SumMetric(np.asarray(present, dtype=np.float64), lambda sums: {})
+    combined_metric, num_scores = combine_metrics(metric, counts), len(names)
 
     def score(sums: Floats) -> dict[str, Floats]:
-        found, there = every.score(sums[..., :-wide]), sums[..., -wide:] > 0
-        values = np.stack([found[name] for name in names], axis=-1)
-        return {mean: ratio((values * there).sum(axis=-1), there.sum(axis=-1)), **found}
+        scores, has_rows = metric.score(sums[..., :-num_scores]), sums[..., -num_scores:] > 0
+        values = np.stack([scores[name] for name in names], axis=-1)
+        return {mean_name: ratio((values * has_rows).sum(axis=-1), has_rows.sum(axis=-1)), **scores}
 
-    return Additive(both.rows, score)
+    return SumMetric(combined_metric.rows, score)
 
 
-def _named(additive: Additive, names: tuple[str, ...], prefix: str = "") -> Additive:
+def _select_scores(sum_metric: SumMetric, names: tuple[str, ...], prefix: str = "") -> SumMetric:
     """Only the scores in `names`, each with `prefix` before its name."""
 
     def score(sums: Floats) -> dict[str, Floats]:
-        found = additive.score(sums)
-        return {prefix + name: found[name] for name in names}
+        scores = sum_metric.score(sums)
+        return {prefix + name: scores[name] for name in names}
 
-    return Additive(additive.rows, score)
+    return SumMetric(sum_metric.rows, score)
 
 
 METRICS: Mapping[str, Metric] = {
-    "classes": Metric("accuracy", additive_classes, more_of_classes, tables.classes, row_correct.classes),
-    "labels": Metric("micro_f1", additive_labels, more_of_labels, tables.labels, row_correct.labels),
-    "heads": Metric("mean_accuracy", additive_heads, None, tables.heads, row_correct.heads),
-    "number": Metric("neg_rmse", additive_number, more_of_number, tables.number),
-    "tags": Metric("f1", additive_tags, None, tables.tags, row_correct.tags),
-    "spans": Metric("f1", additive_spans, None, tables.spans, row_correct.spans),
-    "tokens": Metric("neg_loss", additive_tokens),
-    "summary": Metric("rouge", additive_summary, more_of_summary, tables.summary, None, ("oracle_", "over_lead_")),
+    "classes": Metric(
+        "accuracy",
+        make_classes_metric,
+        compute_extra_class_scores,
+        tables.build_class_tables,
+        row_correct.mark_correct_classes,
+    ),
+    "labels": Metric(
+        "micro_f1",
+        make_labels_metric,
+        compute_extra_label_scores,
+        tables.build_label_tables,
+        row_correct.mark_correct_labels,
+    ),
+    "heads": Metric("mean_accuracy", make_heads_metric, None, tables.build_head_tables, row_correct.mark_correct_heads),
+    "number": Metric("neg_rmse", make_number_metric, compute_extra_number_scores, tables.build_number_tables),
+    "tags": Metric("f1", make_tags_metric, None, tables.build_tag_tables, row_correct.mark_correct_tags),
+    "spans": Metric("f1", make_spans_metric, None, tables.build_span_tables, row_correct.mark_correct_spans),
+    "tokens": Metric("neg_loss", make_tokens_metric),
+    "summary": Metric(
+        "rouge",
+        make_summary_metric,
+        compute_extra_summary_scores,
+        tables.build_summary_tables,
+        None,
+        ("oracle_", "over_lead_"),
+    ),
 }

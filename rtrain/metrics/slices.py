@@ -1,4 +1,4 @@
-"""Groups of rows by the values of a column, to score each by itself."""
+"""Groups of rows by the values of a column, to score each group."""
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
@@ -9,42 +9,46 @@ import numpy.typing as npt
 
 from rtrain.metrics.sums import Ints
 
-LEAST = 20
+MIN_ROWS = 20
 
 
-class Group(NamedTuple):
-    """Where the rows of one value of a column are."""
+class SliceRows(NamedTuple):
+    """Positions of the rows with one value of a column."""
 
     value: str
     rows: Ints
-    merged: tuple[str, ...] = ()
-    """The values of a group of small ones."""
+    merged_values: tuple[str, ...] = ()
+    """The values of a merged group."""
 
 
-def groups(values: Sequence[Hashable], least: int = LEAST, most: int | None = None) -> list[Group]:
-    """The rows of each value, in the order of their first rows; None is a value of its own, `(none)`.
+def group_rows(values: Sequence[Hashable], min_rows: int = MIN_ROWS, max_groups: int | None = None) -> list[SliceRows]:
+    """The rows of each value, in the order of their first rows; None is the value `(none)`.
 
-    Values that fewer than `least` rows have are too few to be judged one by one: they are merged into one group,
-    however small that is. So are all but the `most` most frequent values.
+    Values with fewer than `min_rows` rows are merged into one group of any size. So are all but the `max_groups` most
+    frequent values.
     """
     names = ["(none)" if value is None else str(value) for value in values]
     counts = Counter(names)
-    often = sorted(counts, key=lambda name: (-counts[name], name))[:most]
-    small = sorted(counts.keys() - {name for name in often if counts[name] >= least})
-    rare = all(counts[name] < least for name in small)
-    title = f"({len(small)} values with fewer than {least} rows)" if rare else f"(the {len(small)} rarest values)"
-    # A single small value is no merger: it stays under its own name, with its count beside it.
-    inside = {name: title for name in small} if len(small) > 1 else {}
-    where: dict[str, list[int]] = {}
+    frequent_names = sorted(counts, key=lambda name: (-counts[name], name))[:max_groups]
+    small_names = sorted(counts.keys() - {name for name in frequent_names if counts[name] >= min_rows})
+    are_all_small = all(counts[name] < min_rows for name in small_names)
+    title = (
+        f"({len(small_names)} values with fewer than {min_rows} rows)"
+        if are_all_small
+        else f"(the {len(small_names)} rarest values)"
+    )
+    # A single small value is not merged: it keeps its name.
+    inside = {name: title for name in small_names} if len(small_names) > 1 else {}
+    positions_by_name: dict[str, list[int]] = {}
     for position, name in enumerate(names):
-        where.setdefault(inside.get(name, name), []).append(position)
+        positions_by_name.setdefault(inside.get(name, name), []).append(position)
     return [
-        Group(name, np.array(positions, dtype=np.int64), tuple(small) if inside and name == title else ())
-        for name, positions in where.items()
+        SliceRows(name, np.array(positions, dtype=np.int64), tuple(small_names) if inside and name == title else ())
+        for name, positions in positions_by_name.items()
     ]
 
 
-def quantiles(values: npt.ArrayLike, parts: int = 4) -> list[str]:
+def bin_by_quantile(values: npt.ArrayLike, parts: int = 4) -> list[str]:
     """Numbers (lengths, scores) to the names of about equally large ranges, `10 to 24`,.
 
     Equal values stay together, so that there may be fewer ranges than `parts`; a range names its lowest and highest

@@ -1,11 +1,10 @@
 """SQuAD's exact match and F1: 1.1 (Rajpurkar et al. 2016) and 2.0, with no-answer questions (Rajpurkar et al. 2018).
 
-Both compare normalised texts: lower case, ASCII punctuation removed, the words a, an and the removed, runs of white
-space made one blank. Each is the best over the gold answers of a question; F1 is that of the two bags of words. The
-rules are English: in a language written without blanks an answer is one word, so that F1 is hardly more than exact
-match.
+Both compare normalized texts: lower case, without ASCII punctuation and the words a, an and the, white space collapsed.
+Each is the best over the gold answers of a question; F1 is of the two bags of words. The rules are English: in a
+language written without blanks an answer is one word, so F1 is close to exact match.
 
-Scores are percentages, as the field prints them.
+Scores are percentages, as in publications.
 """
 
 import re
@@ -15,40 +14,40 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rtrain.metrics.sums import Additive, Floats, ratio
+from rtrain.metrics.sums import Floats, SumMetric, ratio
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
-def normalise(text: str) -> str:
-    """The form in which answers are compared."""
+def normalize_answer(text: str) -> str:
+    """Normalize an answer for comparison."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def exact_match(predicted: str, gold: Sequence[str]) -> float:
-    """1 or 0. No gold answer means that the question has none: then only an empty prediction is right."""
-    return float(normalise(predicted) in _forms(gold))
+def compute_exact_match(predicted: str, gold: Sequence[str]) -> float:
+    """1 or 0. Without gold answers the question is unanswerable: only an empty prediction is right."""
+    return float(normalize_answer(predicted) in _normalize_gold(gold))
 
 
-def f1(predicted: str, gold: Sequence[str]) -> float:
-    """0 to 1: 2 shared / (predicted + gold words). Where either has no word left: 1 if both have none, else 0."""
-    words = normalise(predicted).split()
-    return max(_f1(words, form.split()) for form in _forms(gold))
+def compute_f1(predicted: str, gold: Sequence[str]) -> float:
+    """0 to 1: 2 shared / (predicted + gold words). If either has no words: 1 if both have none, else 0."""
+    words = normalize_answer(predicted).split()
+    return max(_compute_word_f1(words, form.split()) for form in _normalize_gold(gold))
 
 
-def _forms(gold: Sequence[str]) -> list[str]:
-    """Normalised answers; those of which nothing is left do not count beside others (as in 2.0's script)."""
-    return [form for form in map(normalise, gold) if form] or [""]
+def _normalize_gold(gold: Sequence[str]) -> list[str]:
+    """Normalized gold answers; empty ones are dropped if others remain (as in the script of 2.0)."""
+    return [form for form in map(normalize_answer, gold) if form] or [""]
 
 
-def _f1(predicted: list[str], gold: list[str]) -> float:
+def _compute_word_f1(predicted: list[str], gold: list[str]) -> float:
     if not predicted or not gold:
         return float(predicted == gold)
     return 2 * (Counter(predicted) & Counter(gold)).total() / (len(predicted) + len(gold))
 
 
-def additive(predicted: Sequence[str | None], gold: Sequence[Sequence[str]]) -> Additive:
+def make_sum_metric(predicted: Sequence[str | None], gold: Sequence[Sequence[str]]) -> SumMetric:
     """exact_match and f1 over all questions; where only some have an answer, both also by `has_answer` and `no_answer`.
 
     None stands for a question that was not predicted at all: it counts 0. (SQuAD 1.1's script does so too; 2.0's leaves
@@ -63,22 +62,25 @@ def additive(predicted: Sequence[str | None], gold: Sequence[Sequence[str]]) -> 
         half = 0 if answers else 3
         rows[row, half] = 1
         if answer is not None:
-            rows[row, half + 1], rows[row, half + 2] = 100 * exact_match(answer, answers), 100 * f1(answer, answers)
-    both = 0 < rows[:, 3].sum() < len(gold)
+            rows[row, half + 1], rows[row, half + 2] = (
+                100 * compute_exact_match(answer, answers),
+                100 * compute_f1(answer, answers),
+            )
+    has_both_kinds = 0 < rows[:, 3].sum() < len(gold)
 
     def score(sums: Floats) -> dict[str, Floats]:
         count, exact, words, count_none, exact_none, words_none = np.moveaxis(sums, -1, 0)
-        found = {
+        scores = {
             "exact_match": ratio(exact + exact_none, count + count_none),
             "f1": ratio(words + words_none, count + count_none),
         }
-        if both:
-            found |= {
+        if has_both_kinds:
+            scores |= {
                 "has_answer_exact_match": ratio(exact, count),
                 "has_answer_f1": ratio(words, count),
                 "no_answer_exact_match": ratio(exact_none, count_none),
                 "no_answer_f1": ratio(words_none, count_none),
             }
-        return found
+        return scores
 
-    return Additive(rows, score)
+    return SumMetric(rows, score)

@@ -1,11 +1,12 @@
-"""What is kept of a document and its reference summary beside the document's tokens: whole numbers, no text.
+"""Targets of a summary row: sentences and encoded words of a document and its reference, as integers without text.
 
-    sentences, then for each: first token, token behind the last, taken, words
+    sentences, then for each: first token, token after the last, in oracle, words
     for ROUGE, then for BLEU: words of the reference, their numbers; for each sentence: numbers in its code, the code
 
-Words are as the score cuts them, equal words have equal numbers. In a sentence's code a word that the reference has is
-its number, and -n stands for n words in a row that it has not: these match nothing, so the scores are exact, and most
-of a document is not kept twice. With them ROUGE and BLEU of any choice of sentences are known wherever the row is.
+Words are tokenized as the score requires; equal words have equal numbers. In a sentence's code, a word of the reference
+is its number, and -n stands for n consecutive words that the reference lacks: these match nothing, so the scores are
+exact, and most of a document is not stored twice. The codes give ROUGE and BLEU of any selection of sentences without
+the texts.
 """
 
 import itertools
@@ -17,91 +18,94 @@ import numpy as np
 from rtrain.metrics import rouge
 from rtrain.metrics.sums import Bools, Floats, Ints
 
-COLUMNS = 4
-FIGURES = 2 * (len(rouge.ROUGES) + rouge.BLEU_COUNTS) + len(rouge.ROUGES) + 1
-"""Numbers of a row's outcome before its sentences: ROUGE-1, 2 and L of the summary and the counts of its BLEU; the same
-of the first sentences; ROUGE-1, 2 and L of the oracle's sentences; the mean loss of a sentence."""
-OTHER = "-"
-"""Stands for any word that the reference lacks."""
+SENTENCE_COLUMNS = 4
+NUM_FIGURES = 2 * (len(rouge.ROUGE_NAMES) + rouge.BLEU_COUNTS) + len(rouge.ROUGE_NAMES) + 1
+"""Numbers of a row result before its sentences: ROUGE-1, 2 and L of the summary and the counts of its BLEU; the same
+for the lead sentences; ROUGE-1, 2 and L of the oracle's sentences; the mean loss of a sentence."""
+OTHER_WORD = "-"
+"""Any word that the reference lacks."""
 
 
-class Sentences(NamedTuple):
+class DocumentSentences(NamedTuple):
     """[sentences of the document] each, in order."""
 
     first: Ints
-    """Place of each sentence's first token in the row."""
+    """Position of each sentence's first token in the row."""
     end: Ints
-    """Place behind its last token; equal to `first` where the sentence was not read."""
-    taken: Bools
-    """Whether the oracle takes the sentence, which is what the model learns."""
+    """Position after its last token; equal to `first` if the sentence was not read."""
+    in_oracle: Bools
+    """Whether the oracle selects the sentence: the training target."""
     words: Ints
     """Words between blanks, as a budget counts them."""
 
     @property
-    def read(self) -> Bools:
+    def is_read(self) -> Bools:
         return self.end > self.first
 
 
-class Words(NamedTuple):
-    """The words of a reference and of a document's sentences, as one of the scores cuts them."""
+class DocumentWords(NamedTuple):
+    """The words of a reference and of a document's sentences, as tokenized for one of the scores."""
 
     reference: list[str]
     sentences: list[list[str]]
 
-    def of(self, positions: Iterable[int]) -> list[str]:
+    def select_words(self, positions: Iterable[int]) -> list[str]:
         """The words of a summary of these sentences."""
         return [word for position in positions for word in self.sentences[position]]
 
 
-def write(
-    sentences: Sequence[str], places: Sequence[tuple[int, int]], taken: Sequence[int], reference: str
+def encode_summary_row(
+    sentences: Sequence[str], token_ranges: Sequence[tuple[int, int]], oracle_positions: Sequence[int], reference: str
 ) -> list[int]:
-    """`places`: first token of each sentence and the one behind its last; `taken`: positions of those to learn."""
-    found = [len(sentences)]
-    for position, (place, words) in enumerate(zip(places, rouge.lengths(sentences), strict=True)):
-        found += [*place, int(position in taken), words]
-    for cut in (rouge.rouge_words, rouge.bleu_words):
-        found += _coded(cut, sentences, reference)
-    return found
+    """`token_ranges`: first token of each sentence and the token after its last; `oracle_positions`: positions of the
+    target sentences."""
+    numbers = [len(sentences)]
+    for position, (token_range, words) in enumerate(zip(token_ranges, rouge.count_words(sentences), strict=True)):
+        numbers += [*token_range, int(position in oracle_positions), words]
+    for tokenize in (rouge.tokenize_for_rouge, rouge.tokenize_for_bleu):
+        numbers += _encode_words(tokenize, sentences, reference)
+    return numbers
 
 
-def sentences_of(values: Any) -> Sentences:
+def decode_sentences(values: Any) -> DocumentSentences:
     """The sentences that a row's targets describe."""
     count = int(values[0])
-    table = np.asarray(values[1 : 1 + COLUMNS * count], dtype=np.int64).reshape(count, COLUMNS)
-    return Sentences(table[:, 0], table[:, 1], table[:, 2] > 0, table[:, 3])
+    table = np.asarray(values[1 : 1 + SENTENCE_COLUMNS * count], dtype=np.int64).reshape(count, SENTENCE_COLUMNS)
+    return DocumentSentences(table[:, 0], table[:, 1], table[:, 2] > 0, table[:, 3])
 
 
-def answered(outcome: Floats) -> tuple[Floats, Bools]:
-    """From a row's outcome, the chance of each sentence (-1 where not read), and whether it is in the summary."""
-    chances, given = outcome[FIGURES:].reshape(-1, 2).T
-    return chances, given > 0
+def decode_result(row_result: Floats) -> tuple[Floats, Bools]:
+    """From a row result, the probability of each sentence (-1 if not read), and whether it is in the summary."""
+    probabilities, is_picked = row_result[NUM_FIGURES:].reshape(-1, 2).T
+    return probabilities, is_picked > 0
 
 
-def words_of(values: Any) -> tuple[Words, Words]:
-    """The words that a row's targets hold, as ROUGE cuts them and as BLEU does."""
+def decode_words(values: Any) -> tuple[DocumentWords, DocumentWords]:
+    """The words in a row's targets, as tokenized for ROUGE and for BLEU."""
     count = int(values[0])
-    rest = iter(np.asarray(values[1 + COLUMNS * count :], dtype=np.int64).tolist())
-    return _words(rest, count), _words(rest, count)
+    rest = iter(np.asarray(values[1 + SENTENCE_COLUMNS * count :], dtype=np.int64).tolist())
+    return _read_words(rest, count), _read_words(rest, count)
 
 
-def _coded(cut: Callable[[str], list[str]], sentences: Sequence[str], reference: str) -> list[int]:
-    wanted = cut(reference)
-    number = {word: place for place, word in enumerate(dict.fromkeys(wanted))}
-    found = [len(wanted), *(number[word] for word in wanted)]
+def _encode_words(tokenize: Callable[[str], list[str]], sentences: Sequence[str], reference: str) -> list[int]:
+    reference_words = tokenize(reference)
+    number = {word: index for index, word in enumerate(dict.fromkeys(reference_words))}
+    numbers = [len(reference_words), *(number[word] for word in reference_words)]
     for sentence in sentences:
         code: list[int] = []
-        for known, words in itertools.groupby(cut(sentence), number.__contains__):
+        for in_reference, words in itertools.groupby(tokenize(sentence), number.__contains__):
             run = list(words)
-            code += [number[word] for word in run] if known else [-len(run)]
-        found += [len(code), *code]
-    return found
+            code += [number[word] for word in run] if in_reference else [-len(run)]
+        numbers += [len(code), *code]
+    return numbers
 
 
-def _words(values: Iterator[int], count: int) -> Words:
+def _read_words(values: Iterator[int], count: int) -> DocumentWords:
     reference = [str(number) for number in itertools.islice(values, next(values))]
     sentences = []
     for _ in range(count):
         code = itertools.islice(values, next(values))
-        sentences.append([word for number in code for word in ([str(number)] if number >= 0 else [OTHER] * -number)])
-    return Words(reference, sentences)
+        sentences.append(
+            [word for number in code for word in ([str(number)] if number >= 0 else [OTHER_WORD] * -number)]
+        )
+    return DocumentWords(reference, sentences)

@@ -15,8 +15,8 @@ Positions = Ints | Sequence[int]
 
 
 @dataclass(frozen=True)
-class Additive:
-    """What each row adds, and the scores as a function of the sums."""
+class SumMetric:
+    """The summands of each row, and the scores as a function of the sums."""
 
     rows: Any
     """(rows, k) float64: an array, or a scipy sparse array where most of it is zero."""
@@ -28,17 +28,17 @@ class Additive:
 
     def scores(self) -> dict[str, float]:
         """The scores of all rows."""
-        return self._floats(self.rows.sum(axis=0))
+        return self._to_floats(self.rows.sum(axis=0))
 
-    def of(self, positions: Positions) -> dict[str, float]:
+    def scores_at(self, positions: Positions) -> dict[str, float]:
         """The scores of these rows."""
-        return self._floats(self.rows[np.asarray(positions, dtype=np.int64)].sum(axis=0))
+        return self._to_floats(self.rows[np.asarray(positions, dtype=np.int64)].sum(axis=0))
 
-    def _floats(self, sums: Any) -> dict[str, float]:
+    def _to_floats(self, sums: Any) -> dict[str, float]:
         return {name: float(value) for name, value in self.score(np.asarray(sums, dtype=np.float64)).items()}
 
 
-def joined(*parts: Additive) -> Additive:
+def combine_metrics(*parts: SumMetric) -> SumMetric:
     """The scores of all parts over the same rows; sparse where one of them is."""
     widths = np.cumsum([part.rows.shape[1] for part in parts])[:-1]
     if all(isinstance(part.rows, np.ndarray) for part in parts):
@@ -49,26 +49,33 @@ def joined(*parts: Additive) -> Additive:
         rows = hstack([part.rows for part in parts], format="csr")
 
     def score(sums: Floats) -> dict[str, Floats]:
-        found: dict[str, Floats] = {}
-        for part, own in zip(parts, np.split(sums, widths, axis=-1), strict=True):
-            found |= part.score(own)
-        return found
+        scores: dict[str, Floats] = {}
+        for part, part_sums in zip(parts, np.split(sums, widths, axis=-1), strict=True):
+            scores |= part.score(part_sums)
+        return scores
 
-    return Additive(rows, score)
-
-
-def ratio(part: npt.ArrayLike, whole: npt.ArrayLike) -> Floats:
-    """`part / whole`, 0 where `whole` is 0: every score stays a finite number, which JSON can hold."""
-    top, bottom = np.broadcast_arrays(np.asarray(part, dtype=np.float64), np.asarray(whole, dtype=np.float64))
-    found: Floats = np.divide(top, bottom, out=np.zeros(top.shape), where=bottom != 0)
-    return found
+    return SumMetric(rows, score)
 
 
-def means(columns: dict[str, npt.ArrayLike]) -> Additive:
+def ratio(numerator: npt.ArrayLike, denominator: npt.ArrayLike) -> Floats:
+    """`part / whole`, 0 where `denominator` is 0: every score stays a finite number, which JSON can hold."""
+    broadcast_numerator, broadcast_denominator = np.broadcast_arrays(
+        np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)
+    )
+    quotient: Floats = np.divide(
+        broadcast_numerator,
+        broadcast_denominator,
+        out=np.zeros(broadcast_numerator.shape),
+        where=broadcast_denominator != 0,
+    )
+    return quotient
+
+
+def make_mean_metric(columns: dict[str, npt.ArrayLike]) -> SumMetric:
     """Scores that are plain means of per-row values (rows,)."""
     names = tuple(columns)
     values = [np.asarray(columns[name], dtype=np.float64) for name in names]
     rows = np.stack([*values, np.ones_like(values[0])], axis=1)
-    return Additive(
+    return SumMetric(
         rows, lambda sums: {name: ratio(sums[..., column], sums[..., -1]) for column, name in enumerate(names)}
     )

@@ -1,4 +1,4 @@
-"""transformers' classes of networks, by name, without what they import in vain."""
+"""Transformers' auto classes by name, without their unneeded imports."""
 
 import sys
 from collections.abc import Mapping
@@ -10,42 +10,43 @@ ENCODERS = frozenset(
         *("mpnet", "nomic_bert", "roberta", "xlm-roberta"),
     }
 )
-"""Common encoders. For another architecture transformers' tables are imported, which takes seconds."""
-READS_BOTH_WAYS = frozenset({"xlnet"})
-"""Architectures that predict the next token and still let each token read those after it."""
+"""Common encoders. Other architectures need transformers' import tables, which takes seconds."""
+BIDIRECTIONAL = frozenset({"xlnet"})
+"""Architectures that predict the next token although each token reads the tokens after it."""
 
 
-def generator(config: Mapping[str, Any]) -> str | None:
-    """What a model that writes text is, by its config.json: `a decoder`, `an encoder-decoder`; None for an encoder."""
-    kind = config.get("model_type")
+def describe_generator(config: Mapping[str, Any]) -> str | None:
+    """Describe a model that generates text by its config.json: `a decoder` or `an encoder-decoder`; None for an
+    encoder."""
+    model_type = config.get("model_type")
     if config.get("is_encoder_decoder"):
         return "an encoder-decoder"
     if config.get("is_decoder"):
         return "a decoder"
-    if kind in ENCODERS or kind in READS_BOTH_WAYS:
+    if model_type in ENCODERS or model_type in BIDIRECTIONAL:
         return None
-    auto_class("AutoConfig")  # its own way of importing
+    auto_class("AutoConfig")  # a lazy import of transformers
     from transformers.models.auto import modeling_auto as tables
 
-    if kind in tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    if model_type in tables.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "an encoder-decoder"
-    is_causal = kind in tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return "a decoder" if is_causal and kind not in tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES else None
+    is_causal = model_type in tables.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return "a decoder" if is_causal and model_type not in tables.MODEL_FOR_MASKED_LM_MAPPING_NAMES else None
 
 
 def auto_class(name: str) -> Any:
     """One of transformers' auto classes, such as `AutoModelForSequenceClassification`.
 
-    With any of them come the losses of object detection, and with these scipy's optimizers, if scipy is there: of the
-    start of every worker 0.25 s of a core, and 30 MB. They are told that it is not.
+    Each of them imports the losses of object detection, which import scipy's optimizers if scipy is installed: 0.25 s
+    of a core and 30 MB at the start of every worker. So scipy is hidden during the import.
     """
     import transformers
 
     if "transformers.loss.loss_utils" not in sys.modules:
-        named: Any = transformers.utils
-        known, named.is_scipy_available = named.is_scipy_available, lambda: False
+        utils: Any = transformers.utils
+        is_scipy_available, utils.is_scipy_available = utils.is_scipy_available, lambda: False
         try:
             import transformers.loss.loss_utils
         finally:
-            named.is_scipy_available = known
+            utils.is_scipy_available = is_scipy_available
     return getattr(transformers, name)

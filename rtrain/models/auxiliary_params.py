@@ -1,7 +1,7 @@
-"""Weights that training needs and no answer does, e.g. the map between two models' hidden states.
+"""Weights that only training needs, e.g. the map between the hidden states of two models.
 
-They are a part of the network, so that its gradients are exchanged, its optimizer updates them and its checkpoints hold
-them; they are left out where it is saved as an artefact.
+They belong to the network during training: their gradients are all-reduced, the optimizer updates them and checkpoints
+hold them. An artifact leaves them out.
 """
 
 from collections.abc import Mapping
@@ -10,20 +10,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-NAME = "rtrain_beside"
+MODULE_NAME = "rtrain_auxiliary"
 
 
-def attach(network: "torch.nn.Module", part: "torch.nn.Module") -> None:
-    """Before the exchange and the optimizer are made."""
-    network.add_module(NAME, part)
+def attach_auxiliary(network: "torch.nn.Module", module: "torch.nn.Module") -> None:
+    """Attach `module` to the network. Call before the strategy and the optimizer are built."""
+    network.add_module(MODULE_NAME, module)
 
 
-def without(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """A network's weights by name, without these."""
-    return {name: value for name, value in weights.items() if not name.startswith(f"{NAME}.")}
+def drop_auxiliary(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """The network's weights by name, without the auxiliary ones."""
+    return {name: value for name, value in weights.items() if not name.startswith(f"{MODULE_NAME}.")}
 
 
-def parameters(network: "torch.nn.Module") -> "list[torch.nn.Parameter]":
-    """Their weights; a forward pass of the network does not touch them."""
-    part = getattr(network, NAME, None)
-    return [] if part is None else list(part.parameters())
+def auxiliary_parameters(network: "torch.nn.Module") -> "list[torch.nn.Parameter]":
+    """The auxiliary weights. The network's forward pass does not use them."""
+    module = getattr(network, MODULE_NAME, None)
+    return [] if module is None else list(module.parameters())

@@ -1,6 +1,7 @@
-"""Where a machine keeps the graphs that an engine has compiled, so that the next process loads them sooner.
+"""Cache of an engine's compiled graphs, so that the next process loads them faster.
 
-Beside no artefact, whose folder may be read-only and whose files are all in its manifest: in the user's own folder.
+The cache is in the user's cache folder: an artifact's folder may be read-only, and its manifest lists all of its
+files.
 """
 
 import contextlib
@@ -12,72 +13,72 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rtrain.core import env
-from rtrain.core.engines import PACKED
+from rtrain.core.engines import COMPRESSED_SUFFIX
 
-KEPT = 8
-"""Artefacts whose graphs are kept: those that were loaded last."""
+MAX_CACHED = 8
+"""Artifacts whose graphs are kept, the most recently loaded ones."""
 
 
-def folder(version: str) -> Path | None:
-    """The folder for an artefact of that version, made if need be; None where nothing is kept, or nothing can be.
+def cache_folder(version: str) -> Path | None:
+    """Return the cache folder for an artifact of this version, created if needed; None if caching is impossible or
+    disabled.
 
-    The version is a digest of all that answers, so another model never meets the graph of this one.
+    The version is a digest of everything that determines the outputs, so no other model can load this graph.
     """
-    root = os.environ.get(env.CACHE)
+    root = os.environ.get(env.CACHE_ENV)
     if not root or not version:
         return None
-    found = Path(root) / "openvino" / version
-    if found.is_dir():
-        if not os.access(found, os.R_OK | os.W_OK):
+    path = Path(root) / "openvino" / version
+    if path.is_dir():
+        if not os.access(path, os.R_OK | os.W_OK):
             return None
-        with contextlib.suppress(OSError):  # it may be another user's
-            os.utime(found)  # by which `_forget` knows when it was used
-        return found
+        with contextlib.suppress(OSError):  # the folder may belong to another user
+            os.utime(path)  # `_evict` reads the time of last use
+        return path
     try:
-        found.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        found.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        path.mkdir(exist_ok=True)
     except OSError:
         return None
-    _forget(found.parent)
-    return found
+    _evict(path.parent)
+    return path
 
 
-def contents(path: Path) -> bytes:
-    """What a compressed file of a graph holds."""
+def read_compressed(path: Path) -> bytes:
+    """Read a compressed graph file."""
     return gzip.decompress(path.read_bytes())
 
 
-def size(path: Path) -> int:
-    """Bytes of a file's content: of a compressed one by its last four (RFC 1952)."""
-    if not path.name.endswith(PACKED):
+def content_size(path: Path) -> int:
+    """Size of the content in bytes; of a gzip file from its last four bytes (RFC 1952)."""
+    if not path.name.endswith(COMPRESSED_SUFFIX):
         return path.stat().st_size
     with path.open("rb") as file:
         file.seek(-4, os.SEEK_END)
         return int.from_bytes(file.read(4), "little")
 
 
-def unpacked(files: Sequence[Path], into: Path) -> list[Path]:
-    """A graph's compressed files, unpacked once into the folder `into`. Raises `OSError` where it does not hold
-    them."""
-    found = [into / path.name.removesuffix(PACKED) for path in files]
-    for path, plain in zip(files, found, strict=True):
-        if not plain.is_file() or plain.stat().st_size != size(path):
-            draft = plain.with_name(f".{plain.name}.{uuid.uuid4().hex[:8]}")
+def unpack_files(files: Sequence[Path], folder: Path) -> list[Path]:
+    """Unpack a graph's compressed files into `folder`, once. Raises `OSError` for missing files."""
+    targets = [folder / path.name.removesuffix(COMPRESSED_SUFFIX) for path in files]
+    for path, target in zip(files, targets, strict=True):
+        if not target.is_file() or target.stat().st_size != content_size(path):
+            draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
             try:
                 with draft.open("wb") as file:
-                    file.write(contents(path))
+                    file.write(read_compressed(path))
                     file.flush()
-                    os.fsync(file.fileno())  # else a machine that stops now may leave the name without the bytes
-                draft.rename(plain)  # at once: another process may be loading it
+                    os.fsync(file.fileno())  # otherwise a crash may leave the name without the bytes
+                draft.rename(target)  # atomic, since another process may be loading it
             except BaseException:
                 draft.unlink(missing_ok=True)
                 raise
-    return found
+    return targets
 
 
-def _forget(root: Path) -> None:
-    """Remove all but the `KEPT` that were used last. Another process may be doing the same."""
+def _evict(root: Path) -> None:
+    """Remove all but the `MAX_CACHED` most recently used entries. Other processes may do the same."""
     with contextlib.suppress(OSError):
         ordered = sorted(root.iterdir(), key=lambda one: one.stat().st_mtime, reverse=True)
-        for old in ordered[KEPT:]:
+        for old in ordered[MAX_CACHED:]:
             shutil.rmtree(old, ignore_errors=True)

@@ -1,6 +1,6 @@
-"""The devices that a run's workers train on, how tensors get there, and the transport between the workers.
+"""Devices of a run's workers, transfer of tensors, and the backend of the process group.
 
-`choose` is pure; `rtrain.runs.prepare` asks it once for a run, with what the cluster has or may start.
+`choose_device` is pure. `rtrain.runs.prepare` calls it once for a run with the capacity of the cluster.
 """
 
 from collections.abc import Iterator
@@ -18,88 +18,109 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The devices that a run's workers train on, and the most workers that there may be."""
+class DeviceChoice:
+    """The devices of a run's workers and the maximum number of workers."""
 
     device: str
-    """`cpu`, or `gpu`, which is one GPU for each worker."""
+    """`cpu`, or `gpu`: one GPU for each worker."""
     workers: int
-    why: str | None = None
-    """What a user should be told: that GPUs are left alone, or that there are fewer workers than asked for."""
+    message: str | None = None
+    """A message to the user: GPUs stay unused, or there are fewer workers than requested."""
 
 
-def choose(wanted: str, workers: int, least: int | None, gpus: int, usable: bool, room: int | None = None) -> Choice:
-    """The choice for a run; raises `ConfigError` where what was asked for cannot be had.
+def choose_device(
+    requested_device: str,
+    workers: int,
+    min_workers: int | None,
+    gpus: int,
+    gpus_usable: bool,
+    placeable_workers: int | None = None,
+) -> DeviceChoice:
+    """Choose the device of a run. Raises `ConfigError` if the request cannot be met.
 
-    `wanted`: `train.device`, or what the run has decided before; `gpus`: those of the whole cluster, with what its
-    autoscaler may start, also where none is up yet; `usable`: whether this build of torch can compute on them; `room`:
-    how many of the workers have room on nodes that may be up together, with the CPUs of their data tasks (None: not
-    known). Where none has, the run is refused by that (`cluster.preflight`), and not here.
+    Args:
+        requested_device: `train.device`, or the earlier decision of the run.
+        gpus: GPUs of the whole cluster, including nodes that the autoscaler may start.
+        gpus_usable: Whether this build of torch can compute on GPUs.
+        placeable_workers: Workers that fit on nodes that can be up together, with the CPUs of their data tasks; None if
+            unknown. If it is zero, `cluster.preflight` refuses the run.
     """
-    if wanted == "cpu" or (wanted == "auto" and not gpus):
-        return Choice("cpu", workers)
-    has = f"{gpus} GPU{'' if gpus == 1 else 's'}"
-    if gpus and not usable:
-        reason = f"the cluster has {has}, which this build of torch cannot use"
-        if wanted == "auto":
-            return Choice("cpu", workers, f"training on CPUs: {reason}; install a build of torch for them")
+    if requested_device == "cpu" or (requested_device == "auto" and not gpus):
+        return DeviceChoice("cpu", workers)
+    gpu_count_text = f"{gpus} GPU{'' if gpus == 1 else 's'}"
+    if gpus and not gpus_usable:
+        reason = f"the cluster has {gpu_count_text}, which this build of torch cannot use"
+        if requested_device == "auto":
+            return DeviceChoice("cpu", workers, f"training on CPUs: {reason}; install a build of torch for them")
         fix = "install a build of torch for them, or write cpu"
-        raise ConfigError([Problem("train.device", wanted, reason, fix, code="unsupported")])
-    if gpus < (least or 1):
-        reason = f"the cluster has {has}, and its autoscaler may start no more"
-        fix = "write train.device=cpu, or start nodes with GPUs" + (f"; train.min_workers is {least}" if least else "")
-        raise ConfigError([Problem("train.device", wanted, reason, fix, code="too_few_gpus")])
+        raise ConfigError([Problem("train.device", requested_device, reason, fix, code="unsupported")])
+    if gpus < (min_workers or 1):
+        reason = f"the cluster has {gpu_count_text}, and its autoscaler may start no more"
+        fix = "write train.device=cpu, or start nodes with GPUs" + (
+            f"; train.min_workers is {min_workers}" if min_workers else ""
+        )
+        raise ConfigError([Problem("train.device", requested_device, reason, fix, code="too_few_gpus")])
     if gpus < workers:
-        why = f"{gpus} worker{'' if gpus == 1 else 's'} instead of {workers}: the cluster has {has}, one for each"
-        return Choice("gpu", gpus, f"{why}. The rows of an update stay the same")
-    if room and (least or 1) <= room < workers:
-        why = f"{room} worker{'' if room == 1 else 's'} instead of {workers}: of the nodes that may be up together with"
-        return Choice("gpu", room, f"{why} CPUs for data tasks no more have a GPU. The rows of an update stay the same")
-    return Choice("gpu", workers)
+        message = (
+            f"{gpus} worker{'' if gpus == 1 else 's'} instead of {workers}: the cluster has {gpu_count_text}, "
+            "one for each"
+        )
+        return DeviceChoice("gpu", gpus, f"{message}. The rows of a step stay the same")
+    if placeable_workers and (min_workers or 1) <= placeable_workers < workers:
+        message = (
+            f"{placeable_workers} worker{'' if placeable_workers == 1 else 's'} instead of {workers}: of the "
+            "nodes that may be up together with"
+        )
+        return DeviceChoice(
+            "gpu",
+            placeable_workers,
+            f"{message} CPUs for data tasks no more have a GPU. The rows of a step stay the same",
+        )
+    return DeviceChoice("gpu", workers)
 
 
-def usable() -> bool:
-    """Whether this build of torch computes on GPUs, or they are only counted; the machine itself may have none."""
+def can_use_gpus() -> bool:
+    """Whether this build of torch can compute on GPUs. This machine may have none."""
     import torch
 
-    return env.gpus_are_counted() or bool(torch.backends.cuda.is_built())
+    return env.uses_fake_gpus() or bool(torch.backends.cuda.is_built())
 
 
-def named(device: "torch.device") -> str:
-    """What a worker trains on, for a log: `cpu`, or a GPU by its name."""
+def device_name(device: "torch.device") -> str:
+    """The training device of a worker for a log: `cpu`, or the name of the GPU."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-_STANDS_FOR: ContextVar[str | None] = ContextVar("stands_for", default=None)
+_PRETEND_TYPE: ContextVar[str | None] = ContextVar("stands_for", default=None)
 
 
-def kind(device: "torch.device") -> str:
-    """By whose way tensors on `device` are computed: `cpu`, `cuda` and so on."""
-    return _STANDS_FOR.get() or device.type
+def effective_type(device: "torch.device") -> str:
+    """The device type that determines how tensors on `device` are computed: `cpu`, `cuda`, ..."""
+    return _PRETEND_TYPE.get() or device.type
 
 
 @contextmanager
-def standing_for_gpu() -> Iterator[None]:
-    """Inside, tensors without numbers are computed as a GPU computes them, wherever they are, so that what they take is
-    what they take there. A torch without CUDA makes no such tensor that says of itself that it is on a GPU."""
-    token = _STANDS_FOR.set("cuda")
+def pretend_cuda() -> Iterator[None]:
+    """Treat fake tensors as CUDA tensors, so that memory estimates follow the GPU code path. A CPU build of torch
+    cannot create fake CUDA tensors."""
+    token = _PRETEND_TYPE.set("cuda")
     try:
         yield
     finally:
-        _STANDS_FOR.reset(token)
+        _PRETEND_TYPE.reset(token)
 
 
-def backend(device: str) -> str:
-    """Transports of the workers' process group, one per kind of device: nccl, which sums gradients on GPUs, moves no
-    CPU tensor, and counts, outcomes and decisions are CPU tensors on every kind of worker."""
-    return "cpu:gloo,cuda:nccl" if device == "gpu" and not env.gpus_are_counted() else "gloo"
+def process_group_backend(device: str) -> str:
+    """Backend of the process group by device type. NCCL sums gradients on GPUs but moves no CPU tensors; counts,
+    results and decisions are CPU tensors on every worker."""
+    return "cpu:gloo,cuda:nccl" if device == "gpu" and not env.uses_fake_gpus() else "gloo"
 
 
-def moved(values: "npt.NDArray[Any]", device: "torch.device") -> "torch.Tensor":
-    """An array as a tensor on the device. A GPU reads it from pinned memory when it comes to it: a plain copy would
-    wait here until all that the GPU has been told to do is done."""
+def to_device(values: "npt.NDArray[Any]", device: "torch.device") -> "torch.Tensor":
+    """Copy an array to a device as a tensor. Copies to a GPU use pinned memory: a plain copy would wait for all queued
+    GPU work."""
     import torch
 
     tensor = torch.from_numpy(values)

@@ -1,4 +1,4 @@
-"""The inputs that a network takes, and the logits that it returns."""
+"""Inputs and logits of a network."""
 
 import inspect
 from functools import lru_cache
@@ -8,24 +8,24 @@ if TYPE_CHECKING:
     import torch
 
 LAYOUT = "layout"
-"""Name of the argument that says where a pass's windows are in its pack, where a network computes no padding."""
+"""Name of the argument that holds the pack layout of a network that computes no padding."""
 
 
-def accepted(network: Any) -> frozenset[str]:
-    """Names that the network's forward takes: DistilBERT, for one, has no token types. XLM-RoBERTa and its kin know a
-    single type, and fail with an index error at a second text that is marked as such."""
-    kind: Any = type(network)
-    names = _parameters(kind)
+def accepted_inputs(network: Any) -> frozenset[str]:
+    """Arguments that the network's forward accepts. DistilBERT has no token types. XLM-RoBERTa and relatives have a
+    single type and raise an index error for the second text of a pair."""
+    network_class: Any = type(network)
+    names = _forward_parameters(network_class)
     return names - {"token_type_ids"} if getattr(getattr(network, "config", None), "type_vocab_size", 2) < 2 else names
 
 
 @lru_cache(maxsize=8)
-def _parameters(kind: Any) -> frozenset[str]:
-    return frozenset(inspect.signature(kind.forward).parameters)
+def _forward_parameters(network_class: Any) -> frozenset[str]:
+    return frozenset(inspect.signature(network_class.forward).parameters)
 
 
 def logits_of(output: Any) -> "torch.Tensor":
-    """The one tensor of what a Transformers model returns; a span's two ends are its last axis."""
+    """The single output tensor of a Transformers model; a span's two ends are its last axis."""
     import torch
 
     if hasattr(output, "start_logits"):

@@ -1,8 +1,7 @@
-"""A head that a model's folder brings along: which of its outputs answers which label of the run.
+"""Reuse of the head of a model folder: the mapping from its outputs to the labels of the run.
 
-`AutoModelFor...` takes over a head that has as many outputs as the run has labels, whatever its outputs are called: a
-model that told ham from spam would start by telling negative from positive, and one whose labels stand in another order
-would start with its answers mixed up.
+`AutoModelFor...` loads any head with as many outputs as the run has labels, whatever their names. A spam classifier
+would start as a sentiment classifier, and a head with reordered labels would start with wrong answers.
 """
 
 import re
@@ -12,41 +11,47 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import transformers
 
-NAMED = ("ForSequenceClassification", "ForTokenClassification")
-"""Ends of the names of the classes whose outputs are named by `id2label`. The outputs of others, of spans and of masked
-tokens, mean the same in every model."""
-_NUMBERED = re.compile(r"LABEL_\d+")
-"""What transformers calls an output that nobody has named."""
+LABELED_HEADS = ("ForSequenceClassification", "ForTokenClassification")
+"""Suffixes of classes whose outputs are named by `id2label`. Outputs of span and masked-token heads mean the same in
+every model."""
+_UNNAMED_LABEL = re.compile(r"LABEL_\d+")
+"""Transformers' default name of an output."""
 
 
-def places(document: Mapping[str, Any], auto_model: str, labels: Sequence[str]) -> list[int] | None:
-    """For each of `labels` the output of the folder's head that answers it; None where the head answers others.
+def label_order(document: Mapping[str, Any], auto_model: str, labels: Sequence[str]) -> list[int] | None:
+    """For each of `labels` the index of the output that answers it; None if the head answers other labels.
 
-    `document`: the folder's config.json; `auto_model`: the class that is to load it. As they stand, where the outputs
-    have no names, where they are not as many as the labels, and where there is one alone, which is a number.
+    The order stays unchanged if the outputs have default names, if there are not as many as labels, or if there is a
+    single one (regression).
+
+    Args:
+        document: The folder's config.json.
+        auto_model: The class that loads the folder.
     """
-    found = document.get("id2label") or {}
-    names = [str(found[number]) for number in sorted(found, key=int)]
-    if not auto_model.endswith(NAMED) or len(names) != len(labels) or len(labels) < 2:
+    id2label = document.get("id2label") or {}
+    names = [str(id2label[number]) for number in sorted(id2label, key=int)]
+    if not auto_model.endswith(LABELED_HEADS) or len(names) != len(labels) or len(labels) < 2:
         return list(range(len(labels)))
     if set(names) == set(labels):
         return [names.index(label) for label in labels]
-    return list(range(len(labels))) if all(map(_NUMBERED.fullmatch, names)) else None
+    return list(range(len(labels))) if all(map(_UNNAMED_LABEL.fullmatch, names)) else None
 
 
-def told(document: Mapping[str, Any], auto_model: str, labels: Sequence[str]) -> dict[str, Any] | None:
-    """What a run's log is to say of a head with as many outputs that is not taken over, since it answers other labels;
-    None where nothing."""
-    has_head = any(name.endswith(NAMED) for name in document.get("architectures") or ())
-    if not has_head or places(document, auto_model, labels) is not None:
+def event_fields(document: Mapping[str, Any], auto_model: str, labels: Sequence[str]) -> dict[str, Any] | None:
+    """Describe a head with the right number of outputs but other labels, for the log; None if there is no such head."""
+    has_head = any(name.endswith(LABELED_HEADS) for name in document.get("architectures") or ())
+    if not has_head or label_order(document, auto_model, labels) is not None:
         return None
     return {"answers": sorted(map(str, document["id2label"].values()))}
 
 
-def fit(network: "transformers.PreTrainedModel", order: Sequence[int] | None, drawn: Collection[str]) -> None:
-    """Put the outputs of the head into the labels' order, or draw them anew where `order` is None.
+def align_head_to_labels(
+    network: "transformers.PreTrainedModel", order: Sequence[int] | None, new_weights: Collection[str]
+) -> None:
+    """Reorder the outputs of the head to the labels' order, or initialize them anew if `order` is None.
 
-    They are what the last linear layer outside of the encoder gives. One that was `drawn`, not read, stays as it is.
+    The outputs belong to the last linear layer outside the encoder. A layer in `new_weights` was not loaded and stays
+    as it is.
     """
     if order is not None and list(order) == sorted(order):
         return
@@ -59,7 +64,7 @@ def fit(network: "transformers.PreTrainedModel", order: Sequence[int] | None, dr
         if isinstance(layer, torch.nn.Linear) and not name.startswith(encoder)
     ]
     name, last = layers[-1]
-    if f"{name}.weight" in drawn:
+    if f"{name}.weight" in new_weights:
         return
     with torch.no_grad():
         for parameter in last.parameters():

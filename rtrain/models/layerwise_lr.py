@@ -1,8 +1,8 @@
-"""Layer-wise decay of the learning rate: what is nearer to the input is of more general use, and learns slower.
+"""Layer-wise decay of the learning rate: layers near the input are more general, and learn slower.
 
-As in the fine-tuning of BEiT (Bao et al. 2022, arXiv:2106.08254): the head has factor 1, the i-th layer from the top,
-from 1, decay^i, and the embeddings below L layers decay^(L + 1). ELECTRA (Clark et al. 2020, arXiv:2003.10555) has one
-power more from the last layer downwards.
+Like the fine-tuning of BEiT (Bao et al. 2022, arXiv:2106.08254): the head has factor 1, the i-th layer from the top
+(from 1) decay^i, and the embeddings below L layers decay^(L + 1). ELECTRA (Clark et al. 2020, arXiv:2003.10555) uses
+one power more from the last layer downwards.
 """
 
 import math
@@ -14,36 +14,36 @@ if TYPE_CHECKING:
     import torch
 
 
-def factors(network: "torch.nn.Module", decay: float) -> "dict[torch.nn.Parameter, float]":
-    """Each parameter's factor of the learning rate.
+def lr_factors(network: "torch.nn.Module", decay: float) -> "dict[torch.nn.Parameter, float]":
+    """The learning-rate factor of each parameter.
 
-    What the encoder has before its layers counts as embeddings, what it has after them (a pooler, a last
-    normalisation) as head. Weights that a head shares with the embeddings are embeddings. Raises `ConfigError` for an
-    encoder without a list of layers.
+    Modules of the encoder before its layers count as embeddings, modules after them (a pooler, a final normalization)
+    as head. Weights shared by the head and the embeddings count as embeddings. Raises `ConfigError` for an encoder
+    without a list of layers.
     """
     if decay == 1.0:
         return dict.fromkeys(network.parameters(), 1.0)
     encoder: Any = getattr(network, "base_model", network)
-    found = layers(encoder)
-    if found is None:
-        reason = f"{type(network).__name__} has no list of layers, by which the learning rate could fall"
-        raise ConfigError([Problem("optim.layer_decay", decay, reason, "write 1.0", code="unsupported")])
-    places = {parameter: place for place, layer in enumerate(found, 1) for parameter in layer.parameters()}
-    head, passed = len(found) + 1, False
-    for parameter in encoder.parameters():  # in the order of the path, as every encoder registers them
-        passed = passed or parameter in places
-        places.setdefault(parameter, head if passed else 0)
-    return {parameter: decay ** (head - places.get(parameter, head)) for parameter in network.parameters()}
+    encoder_layers = find_layers(encoder)
+    if encoder_layers is None:
+        reason = f"{type(network).__name__} has no list of layers, so the learning rate cannot decay by layer"
+        raise ConfigError([Problem("optim.layerwise_lr_decay", decay, reason, "write 1.0", code="unsupported")])
+    depths = {parameter: place for place, layer in enumerate(encoder_layers, 1) for parameter in layer.parameters()}
+    head_depth, has_passed_layers = len(encoder_layers) + 1, False
+    for parameter in encoder.parameters():  # in the order of the forward pass, as every encoder registers them
+        has_passed_layers = has_passed_layers or parameter in depths
+        depths.setdefault(parameter, head_depth if has_passed_layers else 0)
+    return {parameter: decay ** (head_depth - depths.get(parameter, head_depth)) for parameter in network.parameters()}
 
 
-def layers(encoder: "torch.nn.Module") -> "torch.nn.ModuleList | None":
-    """The list of modules that holds most of the encoder's weights; of nested lists the outer one."""
+def find_layers(encoder: "torch.nn.Module") -> "torch.nn.ModuleList | None":
+    """The module list that holds most of the encoder's weights; the outermost of nested lists."""
     import torch
 
     lists = [part for part in encoder.modules() if isinstance(part, torch.nn.ModuleList) and len(part)]
     return max(lists, key=lambda part: sum(parameter.numel() for parameter in part.parameters()), default=None)
 
 
-def chosen_layers(depth: int, layers: int) -> list[int]:
-    """Evenly spaced layers, counted from 0, with the last one included: 3 of 6 are 1, 3, 5."""
-    return [math.ceil(depth * (place + 1) / layers) - 1 for place in range(layers)]
+def spaced_layers(depth: int, count: int) -> list[int]:
+    """Evenly spaced layers, counted from 0, including the last one: 3 of 6 are 1, 3, 5."""
+    return [math.ceil(depth * (place + 1) / count) - 1 for place in range(count)]

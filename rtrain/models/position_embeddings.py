@@ -1,4 +1,4 @@
-"""How many tokens the positions of a model reach, and a table of positions that is made longer."""
+"""Position limits of a model, and extension of its position table."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -6,87 +6,90 @@ from typing import Any
 
 from rtrain.core.errors import Problem
 
-AFTER_PADDING = (
+OFFSET_ARCHITECTURES = (
     *("camembert", "data2vec-text", "esm", "ibert", "longformer", "luke", "mpnet", "roberta", "roberta-prelayernorm"),
     *("xlm-roberta", "xlm-roberta-xl", "xmod"),
 )
-"""Architectures that count positions from `pad_token_id` + 1 on: so many places of their tables are no text's, and
-RoBERTa reads 512 tokens by its table of 514."""
-TABLES = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
-"""Architectures that learn a vector for each position, and nothing else about where a token stands."""
+"""Architectures whose positions start at `pad_token_id` + 1: RoBERTa reads 512 tokens by a table of 514."""
+TABLE_ARCHITECTURES = ("bert", "camembert", "distilbert", "electra", "roberta", "xlm-roberta")
+"""Architectures whose only position information is a learned vector for each position."""
 
 
-def first(settings: Mapping[str, Any]) -> int:
-    """The place of a text's first token in the table of a model with these settings (config.json)."""
-    if settings.get("model_type") not in AFTER_PADDING:
+def first_position(settings: Mapping[str, Any]) -> int:
+    """Position of a text's first token in the table of a model with these settings (config.json)."""
+    if settings.get("model_type") not in OFFSET_ARCHITECTURES:
         return 0
     return (settings.get("pad_token_id", 1) or 0) + 1
 
 
-def reached(settings: Mapping[str, Any]) -> int | None:
-    """Tokens of the longest text that a model with these settings reads; None where the settings do not say."""
-    places = settings.get("max_position_embeddings")
-    return places - first(settings) if places else None
+def max_text_tokens(settings: Mapping[str, Any]) -> int | None:
+    """Longest text in tokens that a model with these settings reads; None if unknown."""
+    num_positions = settings.get("max_position_embeddings")
+    return num_positions - first_position(settings) if num_positions else None
 
 
-def problems(settings: Mapping[str, Any], asked: int | None) -> list[Problem]:
-    """What is wrong with `asked` positions for a model with these settings."""
-    kind = settings.get("model_type")
-    if asked is None or asked <= (reached(settings) or 0) or kind in TABLES:
+def check_max_positions(settings: Mapping[str, Any], max_positions: int | None) -> list[Problem]:
+    """Problems of `max_positions` for a model with these settings."""
+    model_type = settings.get("model_type")
+    if max_positions is None or max_positions <= (max_text_tokens(settings) or 0) or model_type in TABLE_ARCHITECTURES:
         return []
-    reason = f"{kind} has no table of positions that can be repeated (those that have: {', '.join(TABLES)})"
-    return [Problem("model.positions", asked, reason, "write null", code="unsupported")]
+    reason = f"{model_type} has no table of positions that can be repeated, unlike {', '.join(TABLE_ARCHITECTURES)}"
+    return [Problem("model.max_position_embeddings", max_positions, reason, "write null", code="unsupported")]
 
 
-def lengthen(network: Any, asked: int) -> None:
-    """Let a network read texts of `asked` tokens: the rows of its table of positions are repeated until there are as
-    many, which is how Longformer began from RoBERTa (Beltagy et al. 2020, arXiv:2004.05150, section 5).
+def extend_positions(network: Any, max_positions: int) -> None:
+    """Extend a network to texts of `max_positions` tokens by repeating the rows of its position table, as Longformer
+    was initialized from RoBERTa (Beltagy et al. 2020, arXiv:2004.05150, section 5).
 
-    A table that is as long already stays as it is.
+    A table that is long enough stays unchanged.
     """
     import torch
 
     settings = network.config.to_dict()
-    own = reached(settings)
-    if own is None or asked <= own:
+    current_tokens = max_text_tokens(settings)
+    if current_tokens is None or max_positions <= current_tokens:
         return
-    start, embeddings = first(settings), network.base_model.embeddings
+    start, embeddings = first_position(settings), network.base_model.embeddings
     table = embeddings.position_embeddings
-    times = -(-asked // own)
-    rows = torch.cat([table.weight.detach()[:start], *[table.weight.detach()[start:]] * times])[: start + asked]
-    table.weight, table.num_embeddings = torch.nn.Parameter(rows), start + asked
-    # What a call without positions or second texts takes has one column for each place of the table.
+    repeats = -(-max_positions // current_tokens)
+    rows = torch.cat([table.weight.detach()[:start], *[table.weight.detach()[start:]] * repeats])[
+        : start + max_positions
+    ]
+    table.weight, table.num_embeddings = torch.nn.Parameter(rows), start + max_positions
+    # These buffers have one column for each position of the table.
     for name, value in dict(embeddings.named_buffers(recurse=False)).items():
-        if value.shape == (1, start + own):
-            filled = torch.arange(start + asked) if name == "position_ids" else torch.zeros(start + asked)
-            embeddings.register_buffer(name, filled.to(value)[None], persistent=False)
-    network.config.max_position_embeddings = start + asked
+        if value.shape == (1, start + current_tokens):
+            buffer = (
+                torch.arange(start + max_positions) if name == "position_ids" else torch.zeros(start + max_positions)
+            )
+            embeddings.register_buffer(name, buffer.to(value)[None], persistent=False)
+    network.config.max_position_embeddings = start + max_positions
 
 
 @contextmanager
-def shortened(network: Any, tokens: int) -> Iterator[None]:
-    """While the block runs, the table of positions of a network in evaluation ends where a text of `tokens` tokens
-    does: a graph that is traced in it has no further places. Its answers to such texts are the same.
+def truncate_positions(network: Any, tokens: int) -> Iterator[None]:
+    """Shorten the position table of a network in evaluation mode to texts of `tokens` tokens inside the block, so that
+    a traced graph holds no more positions. Outputs for such texts are unchanged.
 
-    Other architectures than those of `TABLES` stay as they are, and so does a table that is no longer than that.
+    Architectures outside `TABLE_ARCHITECTURES` and shorter tables stay unchanged.
     """
     import torch
 
     settings = network.config.to_dict()
-    own, start = reached(settings), first(settings)
-    if settings.get("model_type") not in TABLES or own is None or tokens >= own:
+    current_tokens, start = max_text_tokens(settings), first_position(settings)
+    if settings.get("model_type") not in TABLE_ARCHITECTURES or current_tokens is None or tokens >= current_tokens:
         yield
         return
     embeddings = network.base_model.embeddings
-    table, many = embeddings.position_embeddings, start + tokens
-    whole, buffers = table.weight, dict(embeddings.named_buffers(recurse=False))
+    table, num_rows = embeddings.position_embeddings, start + tokens
+    full_weight, buffers = table.weight, dict(embeddings.named_buffers(recurse=False))
     try:
-        table.weight = torch.nn.Parameter(whole.detach()[:many].clone(), requires_grad=False)
+        table.weight = torch.nn.Parameter(full_weight.detach()[:num_rows].clone(), requires_grad=False)
         for name, value in buffers.items():
-            if value.shape == (1, start + own):
-                embeddings.register_buffer(name, value[:, :many].clone(), persistent=False)
+            if value.shape == (1, start + current_tokens):
+                embeddings.register_buffer(name, value[:, :num_rows].clone(), persistent=False)
         yield
     finally:
-        table.weight = whole
+        table.weight = full_weight
         for name, value in buffers.items():
             embeddings.register_buffer(name, value, persistent=False)

@@ -1,4 +1,4 @@
-"""Which number format a run computes in: decided once by rank 0, kept in the run, read by rank 0 of every resume."""
+"""Number format of a run: decided once by rank 0, stored in the run, and read by rank 0 of every resume."""
 
 import time
 from collections.abc import Mapping
@@ -13,148 +13,152 @@ from rtrain.core.run_folder import Run
 if TYPE_CHECKING:
     import torch
 
-WIDE = "fp64"
+FP64 = "fp64"
 """The format that weights and moments have too."""
 
 CPUINFO = Path("/proc/cpuinfo")
-FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
-"""Flags by which a processor says that it computes a format; the last of each is Arm's name."""
-FORMATS = ("fp32", *FLAGS, WIDE)
-"""The formats that a run may compute in."""
-NAME = "precision"
-"""The name under which a run keeps the decision."""
-PRODUCT, ROUNDS = ((1024, 384), (1536, 384)), 5
-"""A product of a small encoder's layer, which takes some 15 ms, and how often it is timed."""
+FORMAT_FLAGS = {"bf16": {"avx512_bf16", "amx_bf16", "bf16"}, "fp16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+"""CPU flags of each format; the last of each is Arm's name."""
+FORMATS = ("fp32", *FORMAT_FLAGS, FP64)
+"""The formats of `train.precision`."""
+DECISION_NAME = "precision"
+"""Key of the decision in the run folder."""
+PRODUCT_SHAPES, TIMING_ROUNDS = ((1024, 384), (1536, 384)), 5
+"""A product of a small encoder's layer, which takes some 15 ms, and the number of timings."""
 AMPERE = (8, 0)
-"""The compute capability of the first GPUs that compute bf16."""
+"""Compute capability of the first GPUs with bf16."""
 
 
 @dataclass(frozen=True)
-class Native:
-    """The formats that a device computes by itself. An emulated format runs at a fraction of fp32's speed: on a CPU
-    bf16 was seen at a hundredth."""
+class NativeFormats:
+    """Formats that a device computes natively. An emulated format runs at a fraction of fp32's speed: bf16 ran at a
+    hundredth on a CPU."""
 
     device: str
     """`cpu` or `cuda`."""
     formats: frozenset[str]
-    slower: frozenset[str] = frozenset()
-    """Those of them in which products take longer than in fp32, as `measured`."""
+    slow_formats: frozenset[str] = frozenset()
+    """Native formats whose products are slower than in fp32, as `measure_slow_formats` finds."""
 
 
-def of_processor(cpuinfo: Path = CPUINFO) -> Native:
-    flags = flags_of(cpuinfo)
-    return Native("cpu", frozenset(name for name, names in FLAGS.items() if flags & names))
+def cpu_formats(cpuinfo: Path = CPUINFO) -> NativeFormats:
+    flags = read_cpu_flags(cpuinfo)
+    return NativeFormats("cpu", frozenset(name for name, names in FORMAT_FLAGS.items() if flags & names))
 
 
-def flags_of(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """What the processor says that it has; empty where it is not Linux that asks it."""
+def read_cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
+    """Native formats of the CPU by its flags; empty if the system is not Linux."""
     for line in cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []:
         if line.lower().startswith(("flags", "features")):
             return frozenset(line.partition(":")[2].split())
     return frozenset()
 
 
-def of_gpu(capability: tuple[int, int]) -> Native:
-    """The formats of a GPU with that compute capability. Every GPU that torch still runs on computes fp16."""
-    return Native("cuda", frozenset({"fp16", "bf16"} if capability >= AMPERE else {"fp16"}))
+def gpu_formats(capability: tuple[int, int]) -> NativeFormats:
+    """Native formats of a GPU by compute capability. Every GPU that torch supports computes fp16."""
+    return NativeFormats("cuda", frozenset({"fp16", "bf16"} if capability >= AMPERE else {"fp16"}))
 
 
-def of(device: "torch.device") -> Native:
-    """What the device of a worker computes."""
+def device_formats(device: "torch.device") -> NativeFormats:
+    """Native formats of a worker's device."""
     import torch
 
-    return of_gpu(torch.cuda.get_device_capability(device)) if device.type == "cuda" else of_processor()
+    return gpu_formats(torch.cuda.get_device_capability(device)) if device.type == "cuda" else cpu_formats()
 
 
-def measured(native: Native) -> Native:
-    """The same, and whether this processor's products take longer in bf16 than in fp32, as on an Intel Xeon that has
-    avx512_bf16 and no AMX: 82 of 151 billion operations a second. A GPU is not asked."""
+def measure_slow_formats(native: NativeFormats) -> NativeFormats:
+    """Measure which native formats of a CPU are slower than fp32. An Intel Xeon with avx512_bf16 and
+    without AMX computes 82 billion bf16 operations a second and 151 billion in fp32. GPUs are not measured."""
     if native.device != "cpu" or "bf16" not in native.formats:
         return native
-    return replace(native, slower=frozenset({"bf16"} if time_product("bfloat16") > time_product("float32") else ()))
+    return replace(
+        native, slow_formats=frozenset({"bf16"} if time_product("bfloat16") > time_product("float32") else ())
+    )
 
 
 @cache
-def time_product(kind: str) -> float:
-    """Processor time of a layer's product, the least of some: other work of the machine hardly changes it."""
+def time_product(dtype: str) -> float:
+    """Shortest processor time of a layer's product over several runs, nearly independent of other load."""
     import torch
 
-    inputs, weights = (torch.ones(*size, dtype=getattr(torch, kind)) for size in PRODUCT)
-    found = []
-    for _ in range(ROUNDS):
+    inputs, weights = (torch.ones(*size, dtype=getattr(torch, dtype)) for size in PRODUCT_SHAPES)
+    seconds = []
+    for _ in range(TIMING_ROUNDS):
         start = time.process_time()
         torch.nn.functional.linear(inputs, weights)
-        found.append(time.process_time() - start)
-    return min(found)
+        seconds.append(time.process_time() - start)
+    return min(seconds)
 
 
-def resolve(wanted: str, native: Native) -> str:
-    """`auto` is bf16 where the device computes it, no slower than fp32, since it needs no loss scaling; else fp16 on a
-    GPU, fp32 on a CPU."""
-    if wanted != "auto":
-        return wanted
-    return "bf16" if "bf16" in native.formats - native.slower else "fp16" if native.device == "cuda" else "fp32"
+def resolve_precision(requested: str, native: NativeFormats) -> str:
+    """Resolve `auto`: bf16 if the device computes it at least as fast as fp32, since it needs no loss scaling;
+    otherwise fp16 on a GPU and fp32 on a CPU."""
+    if requested != "auto":
+        return requested
+    return "bf16" if "bf16" in native.formats - native.slow_formats else "fp16" if native.device == "cuda" else "fp32"
 
 
-def problems(wanted: str, native: Native) -> list[Problem]:
-    if wanted == WIDE and native.device == "cuda":
+def check_precision(requested: str, native: NativeFormats) -> list[Problem]:
+    if requested == FP64 and native.device == "cuda":
         reason = "is for comparisons on CPUs: most GPUs compute it at a small fraction of their speed"
         fix = "write train.device=cpu beside it, or another format"
-        return [Problem("train.precision", wanted, reason, fix, code="unsupported")]
-    if wanted not in FLAGS or wanted in native.formats:
+        return [Problem("train.precision", requested, reason, fix, code="unsupported")]
+    if requested not in FORMAT_FLAGS or requested in native.formats:
         return []
     if native.device == "cuda":
-        reason = f"this GPU has no native {wanted} (compute capability {AMPERE[0]}.{AMPERE[1]})"
+        reason = f"this GPU has no native {requested} (compute capability {AMPERE[0]}.{AMPERE[1]})"
         fix = "write train.precision=fp16, or auto to choose by GPU"
-        return [Problem("train.precision", wanted, reason, fix, code="unsupported")]
-    reason = f"this processor has no native {wanted} (avx512_{wanted} or amx_{wanted})"
+        return [Problem("train.precision", requested, reason, fix, code="unsupported")]
+    reason = f"this processor has no native {requested} (avx512_{requested} or amx_{requested})"
     fix = "write train.precision=fp32, or auto to choose by processor"
-    return [Problem("train.precision", wanted, reason, fix, code="unsupported")]
+    return [Problem("train.precision", requested, reason, fix, code="unsupported")]
 
 
-def refused_here(wanted: str) -> list[Problem]:
-    """What can be said before the workers start: this machine's processor is not asked where it has a GPU."""
-    found = problems(wanted, of_processor())
-    if found:
+def check_local_precision(requested: str) -> list[Problem]:
+    """Problems that can be found before the workers start. This machine's CPU is not checked if it has a GPU."""
+    problems = check_precision(requested, cpu_formats())
+    if problems:
         import torch
 
         if torch.cuda.is_available():
             return []
-    return found
+    return problems
 
 
-def here(wanted: str) -> str:
-    """What a run would compute in on this machine's processor."""
-    native = of_processor()
-    return resolve(wanted, measured(native) if wanted == "auto" else native)
+def local_precision(requested: str) -> str:
+    """The precision of a run on this machine's processor."""
+    native = cpu_formats()
+    return resolve_precision(requested, measure_slow_formats(native) if requested == "auto" else native)
 
 
-def decide(run: Run, wanted: str, native: Native) -> str:
-    """The run's precision: what was decided before, else what fits this device, which is then kept."""
-    if wanted == "auto" and NAME not in run.decisions:
-        native = measured(native)
-    return str(run.decide(NAME, resolve(wanted, native)))
+def decide_precision(run: Run, requested: str, native: NativeFormats) -> str:
+    """The precision of the run: an earlier decision, or the choice for this device, which is stored."""
+    if requested == "auto" and DECISION_NAME not in run.decisions:
+        native = measure_slow_formats(native)
+    return str(run.decide_once(DECISION_NAME, resolve_precision(requested, native)))
 
 
-def widen(network: "torch.nn.Module", chosen: str) -> None:
-    """Have a network's weights, and so its passes and the optimizer's moments, in the format that a run computes in,
-    where that is a wider one than fp32."""
-    if chosen == WIDE:
-        for one in (*network.parameters(), *network.buffers()):
-            if one.is_floating_point():
-                one.data = one.data.double()  # network.double() swaps whole tensors, which fake ones do not bear
+def to_fp64_(network: "torch.nn.Module", precision: str) -> None:
+    """Convert a network to fp64 in place for a run in fp64, so that its forward passes and the optimizer's moments are
+    in fp64."""
+    if precision == FP64:
+        for tensor in (*network.parameters(), *network.buffers()):
+            if tensor.is_floating_point():
+                tensor.data = (
+                    tensor.data.double()
+                )  # network.double() swaps whole tensors, which fake tensors do not support
 
 
-def narrow(network: "torch.nn.Module") -> None:
-    """Have weights that are wider in fp32, as an artefact's configuration says that they are."""
+def to_fp32_(network: "torch.nn.Module") -> None:
+    """Convert fp64 weights to fp32 in place, as an artifact's configuration states."""
     import torch
 
-    if any(one.dtype == torch.float64 for one in network.parameters()):
+    if any(parameter.dtype == torch.float64 for parameter in network.parameters()):
         network.float()
 
 
-def narrowed(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Weights as an artefact has them: in fp32."""
+def as_fp32(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
+    """Weights in fp32, the format of artifacts."""
     import torch
 
-    return {name: one.float() if one.dtype == torch.float64 else one for name, one in weights.items()}
+    return {name: tensor.float() if tensor.dtype == torch.float64 else tensor for name, tensor in weights.items()}

@@ -1,4 +1,4 @@
-"""The folder layout of sentence-transformers, read and written: how an encoder's tokens become a text's vector."""
+"""The folder layout of sentence-transformers: pooling configuration of sentence encoders, read and written."""
 
 import json
 from pathlib import Path
@@ -7,82 +7,88 @@ from typing import Any
 from rtrain.core import json_files
 from rtrain.models.pooling import FACT
 
-MODULES, POOLING, SETTINGS = "modules.json", "1_Pooling", "config_sentence_transformers.json"
+MODULES_FILE, POOLING_FOLDER, SETTINGS_FILE = "modules.json", "1_Pooling", "config_sentence_transformers.json"
 NORMALIZE = "Normalize"
-FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-"""The keys that older files have in place of `pooling_mode`."""
-OTHER_FLAG = "pooling_mode_"
+POOLING_FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+"""Keys of older files instead of `pooling_mode`."""
+POOLING_FLAG_PREFIX = "pooling_mode_"
 
 
-def pooling_of(folder: Path) -> str | None:
-    """How the encoder of a model folder was trained to pool: by the `mean` of the tokens, or by the first, `cls`.
-
-    None where the folder is no sentence encoder's, or pools otherwise. An artefact says what it was trained with.
-    """
-    if _json(folder / json_files.ARTIFACT_JSON).get("facts", {}).get(FACT) == "mean":
+def read_pooling(folder: Path) -> str | None:
+    """The pooling that the encoder of a model folder was trained with: `mean` or `cls` (first token); None if the
+    folder holds no sentence encoder or another pooling. An artifact states its own pooling."""
+    if _read_json(folder / json_files.ARTIFACT_JSON).get("facts", {}).get(FACT) == "mean":
         return "mean"
-    listed = (folder / MODULES).is_file()
-    modules = _json(folder / MODULES) if listed else [{"type": ".Pooling", "path": POOLING}]
-    place = next((one["path"] for one in modules if one["type"].endswith(".Pooling")), None)
-    if place is None or not (listed or (folder / place / "config.json").is_file()):
+    has_modules = (folder / MODULES_FILE).is_file()
+    modules = _read_json(folder / MODULES_FILE) if has_modules else [{"type": ".Pooling", "path": POOLING_FOLDER}]
+    path = next((module["path"] for module in modules if module["type"].endswith(".Pooling")), None)
+    if path is None or not (has_modules or (folder / path / "config.json").is_file()):
         return None
-    modes = _modes(_json(folder / place / "config.json"))
+    modes = _pooling_modes(_read_json(folder / path / "config.json"))
     return next((mode for mode in ("mean", "cls") if mode in modes), None)
 
 
-def unsupported(folder: Path) -> list[str]:
-    """What else makes the vectors of the sentence encoder in a model folder, beside an encoder and one way of pooling:
-    none of it is computed here. Normalized vectors are written on (`write`), since their direction is the same."""
-    found = [f"the module {kind}" for kind in _kinds(folder) if kind not in ("Transformer", "Pooling", NORMALIZE)]
-    modes = _modes(_json(folder / POOLING / "config.json")) if (folder / POOLING / "config.json").is_file() else []
+def find_unsupported(folder: Path) -> list[str]:
+    """Unsupported parts of the sentence encoder in a model folder, beyond an encoder and one pooling. Normalization is
+    supported: `write_sentence_files` writes it on, and the direction of the vectors is the same."""
+    unsupported = [
+        f"the module {kind}" for kind in _module_types(folder) if kind not in ("Transformer", "Pooling", NORMALIZE)
+    ]
+    modes = (
+        _pooling_modes(_read_json(folder / POOLING_FOLDER / "config.json"))
+        if (folder / POOLING_FOLDER / "config.json").is_file()
+        else []
+    )
     if len(modes) > 1:
-        found.append(f"the pooling {' with '.join(modes)}")
-    settings = _json(folder / SETTINGS)
+        unsupported.append(f"the pooling {' with '.join(modes)}")
+    settings = _read_json(folder / SETTINGS_FILE)
     if prompt := (settings.get("prompts") or {}).get(settings.get("default_prompt_name")):
-        found.append(f"the default prompt {prompt!r}")
-    return found
+        unsupported.append(f"the default prompt {prompt!r}")
+    return unsupported
 
 
-def _kinds(folder: Path) -> list[str]:
-    """Names of the classes of the modules, in their order."""
-    return [module["type"].rpartition(".")[2] for module in _json(folder / MODULES) or []]
+def _module_types(folder: Path) -> list[str]:
+    """Class names of the modules, in order."""
+    return [module["type"].rpartition(".")[2] for module in _read_json(folder / MODULES_FILE) or []]
 
 
-def _modes(settings: dict[str, Any]) -> list[str]:
-    """The ways of pooling that are joined into the vector; the mean where the file names none."""
-    wanted = settings.get("pooling_mode")
-    if wanted is not None:
-        return [wanted] if isinstance(wanted, str) else list(wanted)
-    return [FLAGS.get(name, name) for name, on in settings.items() if name.startswith(OTHER_FLAG) and on] or ["mean"]
+def _pooling_modes(settings: dict[str, Any]) -> list[str]:
+    """The poolings that are concatenated into the vector; the mean if the file names none."""
+    modes = settings.get("pooling_mode")
+    if modes is not None:
+        return [modes] if isinstance(modes, str) else list(modes)
+    return [
+        POOLING_FLAGS.get(name, name) for name, on in settings.items() if name.startswith(POOLING_FLAG_PREFIX) and on
+    ] or ["mean"]
 
 
-def write(folder: Path, pooling: str, width: int, max_tokens: int, source: Path | None = None) -> None:
-    """Make the model folder one that `SentenceTransformer(folder)` loads, with vectors of `width` numbers. They are
-    normalized, and may be asked for with prompts, where those of `source` are."""
-    kinds = [("", "Transformer"), (POOLING, "Pooling")]
-    before: dict[str, Any] = {}
+def write_sentence_files(folder: Path, pooling: str, width: int, max_tokens: int, source: Path | None = None) -> None:
+    """Make the model folder loadable by `SentenceTransformer(folder)`, with vectors of `width` numbers. Normalization
+    and prompts are copied from `source`."""
+    module_types = [("", "Transformer"), (POOLING_FOLDER, "Pooling")]
+    source_settings: dict[str, Any] = {}
     if source is not None:
-        before = _json(source / SETTINGS)
-        kinds += [(f"2_{NORMALIZE}", NORMALIZE)] if NORMALIZE in _kinds(source) else []
+        source_settings = _read_json(source / SETTINGS_FILE)
+        module_types += [(f"2_{NORMALIZE}", NORMALIZE)] if NORMALIZE in _module_types(source) else []
     modules = [
         {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for place, (path, kind) in enumerate(kinds)
+        for place, (path, kind) in enumerate(module_types)
     ]
-    # The older names, which every version reads.
-    modes = {name: mode == pooling for name, mode in FLAGS.items()}
-    documents: dict[str, Any] = {
-        f"{POOLING}/config.json": {"word_embedding_dimension": width, **modes},
+    # The older keys, which every version reads.
+    modes = {name: mode == pooling for name, mode in POOLING_FLAGS.items()}
+    files: dict[str, Any] = {
+        f"{POOLING_FOLDER}/config.json": {"word_embedding_dimension": width, **modes},
         "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
-        SETTINGS: {
-            "prompts": before.get("prompts") or {},
-            "similarity_fn_name": before.get("similarity_fn_name") or "cosine",
+        SETTINGS_FILE: {
+            "prompts": source_settings.get("prompts") or {},
+            "similarity_fn_name": source_settings.get("similarity_fn_name") or "cosine",
         },
-        MODULES: modules,
+        MODULES_FILE: modules,
     }
-    (folder / POOLING).mkdir(parents=True)
-    for name, document in documents.items():
-        (folder / name).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    (folder / POOLING_FOLDER).mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def _json(path: Path) -> Any:
-    return json_files.value(path) if path.is_file() else {}
+def _read_json(path: Path) -> Any:
+    return json_files.load_json(path) if path.is_file() else {}

@@ -1,7 +1,7 @@
-"""The tokenizer files of a model folder: what rtrain reads, and what other programs make of them.
+"""Tokenizer files of a model folder: compatibility with other programs.
 
-rtrain reads tokenizer.json alone. `AutoTokenizer` loads a class that may change its normalizer, by `do_lower_case` of
-tokenizer_config.json for one, and knows lengths and the side of truncation from there.
+rtrain reads only tokenizer.json. `AutoTokenizer` loads a class that may change the normalizer, e.g. by `do_lower_case`
+of tokenizer_config.json, and reads length limits and the truncation side from there.
 """
 
 import json
@@ -13,10 +13,10 @@ from rtrain.core import json_files
 from rtrain.tasks.encode import load_tokenizer
 
 FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "vocab.txt")
-CONFIG = "tokenizer_config.json"
-CLASS = "PreTrainedTokenizerFast"
-"""The class of Transformers that takes tokenizer.json as it is."""
-STRANGE_TEXTS = (
+CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_CLASS = "PreTrainedTokenizerFast"
+"""The class of Transformers that uses tokenizer.json unchanged."""
+PROBE_TEXTS = (
     "WHERE IS MY CARD",
     "Grüße aus São Paulo, ça va?",
     "Cafe\u0301 re\u0301sume\u0301",
@@ -36,60 +36,62 @@ STRANGE_TEXTS = (
     "user@example.com https://example.com/a?b=c#d",
     "supercalifragilisticexpialidocious" * 3,
 )
-"""Texts that tokenizers of other normalizers or pre-tokenizers read as other tokens: case, accents, composed and
-decomposed signs, scripts, compatibility forms, numbers, blanks, special tokens, control characters, long words."""
+"""Texts that normalizers and pre-tokenizers treat differently: case, accents, composed and decomposed characters,
+scripts, compatibility forms, numbers, whitespace, special tokens, control characters, long words."""
 
 
-def differing_texts(folder: Path) -> list[str]:
-    """The strange texts that `AutoTokenizer` reads as other tokens than tokenizer.json says. None without a
-    tokenizer_config.json, which would say otherwise."""
-    if not (folder / CONFIG).is_file():
+def find_differing_texts(folder: Path) -> list[str]:
+    """The probe texts that `AutoTokenizer` tokenizes differently from tokenizer.json. None without a
+    tokenizer_config.json, which alone can cause a difference."""
+    if not (folder / CONFIG_FILE).is_file():
         return []
-    ours, theirs = load_tokenizer(folder, 1 << 20), _load(folder, split_special_tokens=True)
-    return [text for text in STRANGE_TEXTS if ours.encode(text).ids != theirs(text).input_ids]
+    ours, theirs = load_tokenizer(folder, 1 << 20), _load_tokenizer(folder, split_special_tokens=True)
+    return [text for text in PROBE_TEXTS if ours.encode(text).ids != theirs(text).input_ids]
 
 
-def write(source: Path, folder: Path, max_tokens: int, stride: int = 0, reads_special: bool = False) -> None:
-    """Copy the tokenizer's files into an artifact, so that other programs read texts as the run did: the same tokens,
-    at most `max_tokens`, the end cut off, padded after the text. `reads_special` as `Task` has it."""
+def write_tokenizer_files(
+    source: Path, folder: Path, max_tokens: int, stride: int = 0, reads_special: bool = False
+) -> None:
+    """Copy the tokenizer's files into an artifact, so that other programs tokenize texts as the run did: the same
+    tokens, at most `max_tokens`, truncated and padded on the right. `reads_special`: see `Task`."""
     for name in FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, folder / name)
-    document = json_files.read(source / "tokenizer.json")
-    cut = {"direction": "Right", "max_length": max_tokens, "strategy": "LongestFirst", "stride": stride}
-    _write(folder / "tokenizer.json", {**document, "truncation": cut, "padding": None})
-    loaded, pieces = _load(source), load_tokenizer(source, max_tokens)
+    document = json_files.load_json_object(source / "tokenizer.json")
+    truncation = {"direction": "Right", "max_length": max_tokens, "strategy": "LongestFirst", "stride": stride}
+    _write_json(folder / "tokenizer.json", {**document, "truncation": truncation, "padding": None})
+    hf_tokenizer, tokenizer = _load_tokenizer(source), load_tokenizer(source, max_tokens)
     # A class may name tokens that tokenizer.json lacks; Transformers would add them.
-    special = {
+    special_tokens = {
         name: token
-        for name, token in loaded.special_tokens_map.items()
-        if isinstance(token, str) and pieces.token_to_id(token) is not None
+        for name, token in hf_tokenizer.special_tokens_map.items()
+        if isinstance(token, str) and tokenizer.token_to_id(token) is not None
     }
     settings = {
-        "tokenizer_class": CLASS,
+        "tokenizer_class": TOKENIZER_CLASS,
         "model_max_length": max_tokens,
-        "model_input_names": loaded.model_input_names,
+        "model_input_names": hf_tokenizer.model_input_names,
         "padding_side": "right",
         "truncation_side": "right",
         "clean_up_tokenization_spaces": False,
-        # The name of a special token in a text is text, but for a model that fills masks.
+        # The name of a special token in a text is plain text, except for a model that fills masks.
         "split_special_tokens": not reads_special,
-        **special,
+        **special_tokens,
     }
-    _write(folder / CONFIG, settings)
+    _write_json(folder / CONFIG_FILE, settings)
 
 
-def _load(folder: Path, **options: Any) -> Any:
-    """Of a class of Transformers that this package does not import until then."""
+def _load_tokenizer(folder: Path, **options: Any) -> Any:
+    """Load a Transformers class that this package otherwise does not import."""
     import transformers
 
     try:
         return transformers.AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False, **options
         )
-    except Exception:  # of any kind, for want of a library or of a file that rtrain does not need
+    except Exception:  # of any type, for a missing library or a file that rtrain does not need
         return transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), **options)
 
 
-def _write(path: Path, document: dict[str, Any]) -> None:
+def _write_json(path: Path, document: dict[str, Any]) -> None:
     path.write_text(json.dumps(document, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")

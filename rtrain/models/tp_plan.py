@@ -1,7 +1,7 @@
-"""Where an encoder layer can be cut across workers, by architecture (Shoeybi et al. 2019, arXiv:1909.08053).
+"""Tensor-parallel plans of encoder layers, by architecture (Shoeybi et al. 2019, arXiv:1909.08053).
 
-Two products after each other need one sum: the first is cut by its outputs, the second by its inputs, and what lies
-between, attention heads or the feed-forward layer's inner vector, is a worker's own.
+Two consecutive linear layers need one all-reduce: the first is sharded by its outputs, the second by its inputs. The
+values between them (attention heads, or the inner vector of the feed-forward layer) are local to a worker.
 """
 
 from collections.abc import Mapping
@@ -17,154 +17,162 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Cut:
-    """Names of parts within an encoder layer."""
+class TPPlan:
+    """Names of modules within an encoder layer."""
 
-    by_outputs: tuple[str, ...]
-    """Linear layers."""
-    by_inputs: tuple[str, ...]
-    """Linear layers."""
-    whole: tuple[str, ...]
-    """What reads all tokens, where the tokens are cut too between these products (Korthikanti et al. 2022,
-    arXiv:2205.05198)."""
+    colwise: tuple[str, ...]
+    """Linear layers that are sharded by outputs."""
+    rowwise: tuple[str, ...]
+    """Linear layers that are sharded by inputs."""
+    full_sequence: tuple[str, ...]
+    """Modules that read all tokens if the tokens are sharded outside of them (sequence parallelism, Korthikanti et al.
+    2022, arXiv:2205.05198)."""
     norms: tuple[str, ...]
-    """Normalisations, which then read a worker's own tokens."""
-    several: Mapping[str, int] = field(default_factory=dict)
-    """The layers of `by_outputs` whose outputs are several vectors after each other: how many. A worker has its share
-    of each."""
-    inside: tuple[str, ...] = ()
-    """Dropout between two products: of a worker's own numbers, with masks of its own."""
+    """Normalizations, which then read a worker's own tokens."""
+    fused_outputs: Mapping[str, int] = field(default_factory=dict)
+    """Layers of `colwise` whose output concatenates several vectors: how many. A worker has its share of each."""
+    inner_dropout: tuple[str, ...] = ()
+    """Dropout between two linear layers: on a worker's own numbers, with local masks."""
 
 
-_BERT = Cut(
+_BERT = TPPlan(
     (*(f"attention.self.{name}" for name in ("query", "key", "value")), "intermediate.dense"),
     ("attention.output.dense", "output.dense"),
     ("attention.self", "intermediate"),
     ("attention.output.LayerNorm", "output.LayerNorm"),
 )
-CUTS: Mapping[str, Cut] = {
+TP_PLANS: Mapping[str, TPPlan] = {
     **dict.fromkeys(("bert", "electra", "roberta", "xlm-roberta", "camembert"), _BERT),
-    "distilbert": Cut(
+    "distilbert": TPPlan(
         ("attention.q_lin", "attention.k_lin", "attention.v_lin", "ffn.lin1"),
         ("attention.out_lin", "ffn.lin2"),
         ("attention", "ffn"),
         ("sa_layer_norm", "output_layer_norm"),
     ),
-    "modernbert": Cut(
+    "modernbert": TPPlan(
         ("attn.Wqkv", "mlp.Wi"),
         ("attn.Wo", "mlp.Wo"),
         ("attn", "mlp"),
         ("attn_norm", "mlp_norm"),
-        several={"attn.Wqkv": 3, "mlp.Wi": 2},
-        inside=("mlp.drop",),
+        fused_outputs={"attn.Wqkv": 3, "mlp.Wi": 2},
+        inner_dropout=("mlp.drop",),
     ),
 }
-"""By model type."""
+"""Model type -> plan."""
 
 
-DRAWS: Mapping[str | None, Any] = {unpadded.NAME: dropout.mask, unpadded.STOCK_DROPOUT: dropout.stock_salted}
-"""What draws masks of dropout for workers that have some of the numbers each, by the name of a network's attention."""
+MASK_SAMPLERS: Mapping[str | None, Any] = {
+    unpadded.ATTENTION_NAME: dropout.draw_mask,
+    unpadded.TORCH_DROPOUT_NAME: dropout.draw_salted_torch_mask,
+}
+"""Samplers of local dropout masks, by the attention implementation of a network."""
 
 
-def drop_apart(layers: "torch.nn.Module", place: int) -> None:
-    """Let dropout between layers' products take a worker's own tokens, with masks of its own."""
+def use_local_dropout(layers: "torch.nn.Module", tp_rank: int) -> None:
+    """Make dropout between layers' products act on a worker's own tokens, with local masks."""
     import torch
 
     for layer in layers.modules():
         if type(layer) is torch.nn.Dropout:
-            layer.forward = partial(_drop_own, layer, place)  # type: ignore[method-assign]
+            layer.forward = partial(_drop_local_tokens, layer, tp_rank)  # type: ignore[method-assign]
 
 
-def drop_inside(network: Any, layers: "torch.nn.Module", place: int) -> None:
-    """Let dropout between two products, which is of a worker's own numbers, have masks of its own."""
+def use_local_inner_dropout(network: Any, layers: "torch.nn.Module", tp_rank: int) -> None:
+    """Make dropout between two sharded linear layers use local masks."""
     import torch
 
-    draw = DRAWS.get(getattr(network, unpadded.MARK, None), dropout.stock_salted)
+    draw = MASK_SAMPLERS.get(getattr(network, unpadded.ENABLED_ATTRIBUTE, None), dropout.draw_salted_torch_mask)
     for layer in layers.children():
-        for name in CUTS[network.config.model_type].inside:
-            part = layer.get_submodule(name)
-            if type(part) is torch.nn.Dropout:
-                part.forward = partial(dropout.drop, part, salt=place, draw=draw)  # type: ignore[method-assign]
+        for name in TP_PLANS[network.config.model_type].inner_dropout:
+            module = layer.get_submodule(name)
+            if type(module) is torch.nn.Dropout:
+                module.forward = partial(dropout.apply_dropout, module, salt=tp_rank, draw=draw)  # type: ignore[method-assign]
 
 
-def _drop_own(layer: "torch.nn.Dropout", place: int, values: "torch.Tensor") -> "torch.Tensor":
+def _drop_local_tokens(layer: "torch.nn.Dropout", tp_rank: int, values: "torch.Tensor") -> "torch.Tensor":
     from torch.distributed.tensor import DTensor
 
     if not isinstance(values, DTensor):
-        return dropout.drop(layer, values)
-    own = dropout.drop(layer, values.to_local(), place)
-    found: torch.Tensor = DTensor.from_local(
-        own, values.device_mesh, values.placements, run_check=False, shape=values.shape, stride=values.stride()
+        return dropout.apply_dropout(layer, values)
+    local_values = dropout.apply_dropout(layer, values.to_local(), tp_rank)
+    output: torch.Tensor = DTensor.from_local(
+        local_values, values.device_mesh, values.placements, run_check=False, shape=values.shape, stride=values.stride()
     )
-    return found
+    return output
 
 
-def keep_share(network: "transformers.PreTrainedModel", layers: "torch.nn.Module", table: Any, parts: int) -> None:
-    """Leave of a network what the first of `parts` workers has of it, without the others and their sums: layers, and
-    the `table` of words if there is one. For what is asked of shapes alone."""
+def keep_tp_shard(network: "transformers.PreTrainedModel", layers: "torch.nn.Module", table: Any, tp_size: int) -> None:
+    """Keep only the first worker's shard of the layers and of the embedding `table`, without communication. For
+    estimates that need shapes only."""
     import torch
 
-    cut = CUTS[network.config.model_type]
+    plan = TP_PLANS[network.config.model_type]
 
-    def shorten(part: Any, name: str, axis: int) -> None:
-        weight = getattr(part, name)
-        size = -(-weight.shape[axis] // parts)
-        share = weight.detach().narrow(axis, 0, size).clone()
-        setattr(part, name, torch.nn.Parameter(share, requires_grad=weight.requires_grad))
+    def shorten(module: Any, name: str, dim: int) -> None:
+        weight = getattr(module, name)
+        size = -(-weight.shape[dim] // tp_size)
+        shard = weight.detach().narrow(dim, 0, size).clone()
+        setattr(module, name, torch.nn.Parameter(shard, requires_grad=weight.requires_grad))
 
     for layer in layers.children():
-        for path in cut.by_outputs:
+        for path in plan.colwise:
             for name, _ in list(layer.get_submodule(path).named_parameters()):
                 shorten(layer.get_submodule(path), name, 0)
-        for path in cut.by_inputs:
+        for path in plan.rowwise:
             shorten(layer.get_submodule(path), "weight", 1)
     if table is not None:
         shorten(table, "weight", 0)
-    _count_heads(network, parts)
+    _set_head_count(network, tp_size)
 
 
-def keep_tokens(network: "transformers.PreTrainedModel", parts: int, place: int, attend: Any) -> None:
-    """Tell a network that its tokens are cut into `parts`, of which it has number `place`. `attend`: attention that is
-    called with that of a pack, and then as this is; it gives the other a share of the heads.
+def shard_tokens(network: "transformers.PreTrainedModel", cp_size: int, cp_rank: int, attend: Any) -> None:
+    """Configure a network for context parallelism: this worker holds shard `cp_rank` of `cp_size` of the tokens.
 
-    Dropout has masks of its own in the encoder, whose tokens others have not, and the same on all workers in the head.
+    Dropout of the encoder uses local masks, since its tokens are local; the head uses the same masks on all workers.
+
+    Args:
+        attend: An attention function. It is called with the pack's attention function and then like it, and passes it a
+            share of the heads.
     """
     import torch
 
-    draw = DRAWS[getattr(network, unpadded.MARK)]
-    for part in network.base_model.modules():
-        if type(part) is torch.nn.Dropout:
-            part.forward = partial(dropout.drop, part, salt=place, draw=draw)  # type: ignore[method-assign]
-    _register(network, f"tokens_{place}_of_{parts}", partial(attend, _apart(network, place)))
-    _count_heads(network, parts)
+    draw = MASK_SAMPLERS[getattr(network, unpadded.ENABLED_ATTRIBUTE)]
+    for module in network.base_model.modules():
+        if type(module) is torch.nn.Dropout:
+            module.forward = partial(dropout.apply_dropout, module, salt=cp_rank, draw=draw)  # type: ignore[method-assign]
+    _register_attention(network, f"tokens_{cp_rank}_of_{cp_size}", partial(attend, _salted_attention(network, cp_rank)))
+    _set_head_count(network, cp_size)
 
 
-def keep_heads(network: "transformers.PreTrainedModel", parts: int, place: int) -> None:
-    """Tell a network that its attention heads are cut into `parts`, of which it has number `place`.
+def shard_heads(network: "transformers.PreTrainedModel", tp_size: int, tp_rank: int) -> None:
+    """Configure a network for tensor parallelism: this worker holds shard `tp_rank` of `tp_size` of the attention
+    heads.
 
-    A worker's heads must not drop what the same heads of the others drop: its masks of attention's dropout are its own,
-    while all other masks stay the same on all workers of a replica.
+    Dropout masks of attention are local, since workers hold different heads. All other masks are the same on all
+    workers of a replica.
     """
-    if not unpadded.enabled(network):
+    if not unpadded.is_packed(network):
         return
-    _register(network, f"{place}_of_{parts}", _apart(network, place))
-    _count_heads(network, parts)
+    _register_attention(network, f"{tp_rank}_of_{tp_size}", _salted_attention(network, tp_rank))
+    _set_head_count(network, tp_size)
 
 
-def _apart(network: Any, place: int) -> Any:
-    """Attention of a pack, with masks of dropout of a worker's own."""
-    return partial(attention.packed, draw=partial(DRAWS[getattr(network, unpadded.MARK)], salt=place))
+def _salted_attention(network: Any, rank: int) -> Any:
+    """Packed attention with local dropout masks."""
+    return partial(
+        attention.packed_attention, draw=partial(MASK_SAMPLERS[getattr(network, unpadded.ENABLED_ATTRIBUTE)], salt=rank)
+    )
 
 
-def _register(network: Any, suffix: str, attend: Any) -> None:
+def _register_attention(network: Any, suffix: str, attend: Any) -> None:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    name = f"{getattr(network, unpadded.MARK)}_{suffix}"
+    name = f"{getattr(network, unpadded.ENABLED_ATTRIBUTE)}_{suffix}"
     AttentionInterface.register(name, attend)
-    AttentionMaskInterface.register(name, unpadded.mask)
+    AttentionMaskInterface.register(name, unpadded.make_mask)
     network.set_attn_implementation(name)
 
 
-def _count_heads(network: Any, parts: int) -> None:
-    setattr(network, unpadded.HEADS, network.config.num_attention_heads // parts)
+def _set_head_count(network: Any, size: int) -> None:
+    setattr(network, unpadded.HEADS_ATTRIBUTE, network.config.num_attention_heads // size)

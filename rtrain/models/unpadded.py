@@ -1,8 +1,8 @@
-"""Encoders that compute no padding: a pass's tokens are one line, and only attention sees which window each is of.
+"""Encoders without padding: the windows of a micro-batch form one sequence, and only attention separates them.
 
-Everything in an encoder but attention answers each token by itself, so a pass is one sequence [1, tokens] of all of its
-windows, one after another (Zeng et al. 2022, arXiv:2208.08124, "Boosting Distributed Training Performance of the
-Unpadded BERT Model"). Inside attention, windows of about equal length are padded and multiplied together.
+All modules of an encoder except attention compute each token by itself. So a micro-batch is one sequence [1, tokens] of
+all its windows (Zeng et al. 2022, arXiv:2208.08124, "Boosting Distributed Training Performance of the Unpadded BERT
+Model"). Attention pads and multiplies windows of similar length together.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,26 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.core.ragged import Int32s, Ints, Tokens
+from rtrain.core.ragged import Int32s, Ints, TokenBatch
 from rtrain.models import attention, dropout as masks, local_attention
-from rtrain.models.device import kind, moved
+from rtrain.models.device import effective_type, to_device
 from rtrain.models.forward import LAYOUT
-from rtrain.models.pack_layout import Layout, layout_of
+from rtrain.models.pack_layout import PackLayout, make_layout
 
 if TYPE_CHECKING:
     import torch
     import transformers
 
-NAME = "rtrain_packed"
-"""The name by which Transformers knows the attention implementation."""
-STOCK_DROPOUT = "rtrain_packed_stock_dropout"
-"""The name of the implementation whose masks of dropout are drawn by torch."""
-MARK = "rtrain_packs"
-"""Attribute of a network that computes no padding, the name of its attention; copies of the network have it too."""
-HEADS = "rtrain_heads"
-"""Attribute of a network that has a share of the attention heads: how many."""
-SHARES = {"query", "q_lin"}
-"""Names of a product whose input is that of two others, by which an attention layer is known."""
+ATTENTION_NAME = "rtrain_packed"
+"""Name of the attention implementation in Transformers."""
+TORCH_DROPOUT_NAME = "rtrain_packed_torch_dropout"
+"""Name of the implementation with torch's dropout masks."""
+ENABLED_ATTRIBUTE = "rtrain_packed_attention"
+"""Attribute of a packed network: the name of its attention. Copies of the network keep it."""
+HEADS_ATTRIBUTE = "rtrain_heads"
+"""Attribute of a network with a shard of the attention heads: their number."""
+SHARED_INPUT_NAMES = {"query", "q_lin"}
+"""Names of a linear layer that shares its input with two others; they identify an attention layer."""
 FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
     "bert": lambda config: 0,
     "distilbert": lambda config: 0,
@@ -40,109 +40,120 @@ FIRST_POSITION: Mapping[str, Callable[[Any], int]] = {
     "camembert": lambda config: config.pad_token_id + 1,
     "modernbert": lambda config: 0,
 }
-"""Architectures whose encoders are known to give the same answers packed, and the position of a text's first token."""
+"""Architectures whose packed outputs are verified, with the position of a text's first token."""
 
 
-def supports(network: Any) -> bool:
-    """Whether the network's encoder can be packed, and its head told from it."""
+def supports_packing(network: Any) -> bool:
+    """Whether the network's encoder can be packed and is separate from its head."""
     return network.config.model_type in FIRST_POSITION and network.base_model is not network
 
 
-def enable(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: bool = True) -> None:
-    """Let `network` be called with `inputs_of`. `head`: what its head reads, of each window the `first` token or the
-    `mean` of all, or each of the `tokens`. `fast_dropout`: draw masks as `rtrain.models.dropout` does."""
+def enable_packing(network: "transformers.PreTrainedModel", head: str, *, fast_dropout: bool = True) -> None:
+    """Enable calls of `network` with `make_inputs`.
+
+    Args:
+        head: The input of the head for each window: the `first` token, the `mean` of all, or each of the `tokens`.
+        fast_dropout: Draw masks by `rtrain.models.dropout`.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    name, draw = (NAME, masks.mask) if fast_dropout else (STOCK_DROPOUT, masks.stock)
-    AttentionInterface.register(name, partial(attention.packed, draw=draw))
-    AttentionMaskInterface.register(name, mask)
+    name, draw = (ATTENTION_NAME, masks.draw_mask) if fast_dropout else (TORCH_DROPOUT_NAME, masks.draw_torch_mask)
+    AttentionInterface.register(name, partial(attention.packed_attention, draw=draw))
+    AttentionMaskInterface.register(name, make_mask)
     network.set_attn_implementation(name)
-    setattr(network, MARK, name)
+    setattr(network, ENABLED_ATTRIBUTE, name)
     for module in network.modules():
-        if SHARES & {name for name, _ in module.named_children()}:
-            module.register_forward_pre_hook(_cast)
+        if SHARED_INPUT_NAMES & {name for name, _ in module.named_children()}:
+            module.register_forward_pre_hook(_cast_input)
     if fast_dropout:
-        masks.replace(network)
+        masks.use_fast_dropout(network)
     if head != "tokens":
         encoder: Any = network.base_model
-        encoder.register_forward_hook(partial(_by_window, head), with_kwargs=True)
+        encoder.register_forward_hook(partial(_select_head_input, head), with_kwargs=True)
 
 
-def enabled(network: Any) -> bool:
-    """Whether the network may be called with `inputs_of`."""
-    return bool(getattr(network, MARK, False))
+def is_packed(network: Any) -> bool:
+    """Whether the network can be called with `make_inputs`."""
+    return bool(getattr(network, ENABLED_ATTRIBUTE, False))
 
 
-def computed(network: Any, lengths: Int32s) -> int:
-    """Tokens that the network computes for a pass over windows of these `lengths`: with padding, or without."""
-    return int(lengths.sum()) if enabled(network) else len(lengths) * int(lengths.max())
+def count_computed_tokens(network: Any, lengths: Int32s) -> int:
+    """Number of tokens that the network computes for windows of these lengths, with or without padding."""
+    return int(lengths.sum()) if is_packed(network) else len(lengths) * int(lengths.max())
 
 
-def inputs_of(network: Any, tokens: Tokens, device: "torch.device") -> tuple[dict[str, Any], Ints]:
-    """What an enabled network is called with: tensors [1, tokens] and the layout; and where in the pack each of the
-    pass's tokens is."""
+def make_inputs(network: Any, tokens: TokenBatch, device: "torch.device") -> tuple[dict[str, Any], Ints]:
+    """Make the inputs of a packed network: tensors [1, tokens] and the layout; and the index in the pack of each token
+    of the micro-batch."""
     config = network.config
-    layout = layout_of(
-        tokens, getattr(network, HEADS, config.num_attention_heads), device, local_attention.reach(config)
+    layout = make_layout(
+        tokens,
+        getattr(network, HEADS_ATTRIBUTE, config.num_attention_heads),
+        device,
+        local_attention.attention_window(config),
     )
-    inside = np.arange(len(tokens.ids)) - np.repeat(np.cumsum(tokens.lengths) - tokens.lengths, tokens.lengths)
-    positions = inside + (first := FIRST_POSITION[config.model_type](config))
+    offsets = np.arange(len(tokens.ids)) - np.repeat(
+        np.cumsum(tokens.window_lengths) - tokens.window_lengths, tokens.window_lengths
+    )
+    positions = offsets + (first := FIRST_POSITION[config.model_type](config))
     if first and (padding := tokens.ids == config.pad_token_id).any():
-        # These models do not count padding, wherever it stands: a masked text may have such a piece drawn.
-        counted = np.cumsum(~padding)
-        before = np.repeat((counted - ~padding)[np.cumsum(tokens.lengths) - tokens.lengths], tokens.lengths)
-        positions = config.pad_token_id + np.where(padding, 0, counted - before)
+        # These models do not count padding tokens in positions, and a masked text may contain padding tokens.
+        text_tokens = np.cumsum(~padding)
+        text_tokens_before = np.repeat(
+            (text_tokens - ~padding)[np.cumsum(tokens.window_lengths) - tokens.window_lengths], tokens.window_lengths
+        )
+        positions = config.pad_token_id + np.where(padding, 0, text_tokens - text_tokens_before)
     columns = {
         "input_ids": tokens.ids.astype(np.int64),
         "position_ids": positions,
-        "token_type_ids": (inside >= np.repeat(tokens.second, tokens.lengths)).astype(np.int64),
+        "token_type_ids": (offsets >= np.repeat(tokens.pair_start, tokens.window_lengths)).astype(np.int64),
     }
-    inputs = {name: moved(values[layout.order], device)[None] for name, values in columns.items()}
-    places = np.empty_like(layout.order)
-    places[layout.order] = np.arange(len(places))
-    return {**inputs, LAYOUT: layout}, places
+    inputs = {name: to_device(values[layout.order], device)[None] for name, values in columns.items()}
+    pack_positions = np.empty_like(layout.order)
+    pack_positions[layout.order] = np.arange(len(pack_positions))
+    return {**inputs, LAYOUT: layout}, pack_positions
 
 
-def mask(**named: Any) -> Any:
-    """The mask of padded inputs, in the form that Transformers asks for; a pack has none.
+def make_mask(**kwargs: Any) -> Any:
+    """The mask of padded inputs in the format of Transformers; None for a pack.
 
-    As truth values: of a token of padding that reads none of a text, numbers would make an answer that is no number.
+    The mask is boolean: with an additive mask, padding that reads no token would give NaN.
     """
-    return None if named["attention_mask"] is None else local_attention.mask(**named)
+    return None if kwargs["attention_mask"] is None else local_attention.make_mask(**kwargs)
 
 
-def _cast(attention: Any, inputs: tuple[Any, ...]) -> Any:
-    """On a GPU in half precision, an attention layer's input in that type. Autocast would cast it for each of its three
-    products, and add their gradients in fp32: passes over all of a layer's numbers, which take a GPU as long as
-    products do."""
+def _cast_input(attention: Any, inputs: tuple[Any, ...]) -> Any:
+    """Cast the input of an attention layer to the autocast dtype on a GPU. Autocast itself would cast it for each of
+    the three products and add their gradients in fp32, which takes a GPU as long as the products."""
     import torch
 
-    if not inputs:  # called by name: what it is called is the architecture's
+    if not inputs:  # called by keyword, whose name depends on the architecture
         return None
-    where = inputs[0].device
-    if kind(where) != "cuda" or not torch.is_autocast_enabled(where.type):
+    device = inputs[0].device
+    if effective_type(device) != "cuda" or not torch.is_autocast_enabled(device.type):
         return None
-    return inputs[0].to(torch.get_autocast_dtype(where.type)), *inputs[1:]
+    return inputs[0].to(torch.get_autocast_dtype(device.type)), *inputs[1:]
 
 
-def _by_window(head: str, encoder: Any, inputs: Any, named: Mapping[str, Any], output: Any) -> Any:
-    """The encoder's answers for a pack as those of windows of one token [windows, 1, hidden]: what a head reads."""
+def _select_head_input(head: str, encoder: Any, inputs: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+    """Replace the encoder's output for a pack by the vectors that the head reads, as windows of one token [windows, 1,
+    hidden]."""
     import torch
 
-    layout: Layout | None = named.get(LAYOUT)
+    layout: PackLayout | None = kwargs.get(LAYOUT)
     if layout is None:
         return output
     hidden = output.last_hidden_state.squeeze(0)
     if head == "first":
-        chosen = hidden.index_select(0, layout.starts)
+        pooled = hidden.index_select(0, layout.starts)
     else:
-        exact = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
-        means = torch.segment_reduce(exact, "mean", lengths=layout.lengths, axis=0)
-        chosen = means.index_select(0, layout.window).to(hidden.dtype)
-    output.last_hidden_state = chosen[:, None]
+        fp32_hidden = hidden.to(torch.promote_types(hidden.dtype, torch.float32))
+        means = torch.segment_reduce(fp32_hidden, "mean", lengths=layout.lengths, axis=0)
+        pooled = means.index_select(0, layout.pack_index).to(hidden.dtype)
+    output.last_hidden_state = pooled[:, None]
     if "pooler_output" in type(output).__dataclass_fields__:
         pooler = getattr(encoder, "pooler", None)
-        # The encoder gave its pooler the pack's first token alone, so the pooler is called again.
-        output.pooler_output = chosen if pooler is None else pooler(output.last_hidden_state)
+        # The encoder's pooler read only the pack's first token, so it is called again.
+        output.pooler_output = pooled if pooler is None else pooler(output.last_hidden_state)
     return output

@@ -1,7 +1,7 @@
-"""A Transformers folder with the pieces that its rows need, in place of its whole vocabulary.
+"""Trim a Transformers folder to the vocabulary that its rows need.
 
-Tokenizer, word embedding, output embedding with its bias, and the ids in the settings are renumbered alike: a text
-whose pieces are all kept has the same answer, bit for bit.
+The tokenizer, the word embedding, the output embedding with its bias and the ids in the settings are renumbered
+together. A text whose tokens are all kept has the same output, bit for bit.
 """
 
 import hashlib
@@ -20,168 +20,184 @@ from rtrain.core.errors import UserError
 from rtrain.core.ragged import Ints
 from rtrain.models import vocabulary
 from rtrain.models.auto_classes import auto_class
-from rtrain.models.sentence_transformers_format import MODULES, POOLING
+from rtrain.models.sentence_transformers_format import MODULES_FILE, POOLING_FOLDER
 
 if TYPE_CHECKING:
     import torch
 
-NAME = "vocabulary.json"
-"""In a trimmed folder: which pieces of the whole vocabulary it has, so that a teacher of that one reads its rows."""
-TOKENIZER, PIECES, SETTINGS = "tokenizer.json", "vocab.txt", "config.json"
-COPIED = (
-    "special_tokens_map.json",  # names pieces by their text
-    MODULES,
-    f"{POOLING}/config.json",
+VOCABULARY_FILE = "vocabulary.json"
+"""File of a trimmed folder: its part of the original vocabulary, for teachers with that vocabulary."""
+SCHEMA_VERSION = 2
+"""Version of vocabulary.json."""
+TOKENIZER_FILE, VOCAB_FILE, CONFIG_FILE = "tokenizer.json", "vocab.txt", "config.json"
+COPIED_FILES = (
+    "special_tokens_map.json",  # names tokens by their text
+    MODULES_FILE,
+    f"{POOLING_FOLDER}/config.json",
     "sentence_bert_config.json",
     "config_sentence_transformers.json",
 )
-HEADS = ("AutoModel", "AutoModelForMaskedLM")
-"""The classes whose weights may have a line for each piece."""
+AUTO_CLASSES = ("AutoModel", "AutoModelForMaskedLM")
+"""Classes whose weights may have a row for each token."""
 
 
-class Trimmed(NamedTuple):
+class TrimmedVocabulary(NamedTuple):
     """The contents of vocabulary.json."""
 
-    of: int
-    """Pieces of the whole vocabulary."""
-    kept: tuple[int, ...]
-    """The old id of each piece that is left."""
+    original_size: int
+    """Number of tokens in the original vocabulary."""
+    kept_ids: tuple[int, ...]
+    """The original id of each kept token."""
 
 
-def counted_by(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
-    """How often each id occurs in texts. `tokenizer` is a `tokenizers.Tokenizer`; it should not cut them."""
-    found: Counter[int] = Counter()
+def count_tokens(tokenizer: Any, texts: Iterable[str]) -> Counter[int]:
+    """Count the occurrences of each id in texts. `tokenizer` is a `tokenizers.Tokenizer` without truncation."""
+    counts: Counter[int] = Counter()
     for text in texts:
-        found.update(tokenizer.encode(text).ids)
-    return found
+        counts.update(tokenizer.encode(text).ids)
+    return counts
 
 
-def used_by(tokenizer: Any, texts: Iterable[str]) -> list[int]:
-    """The ids that occur in texts; the most frequent first."""
-    return by_frequency(counted_by(tokenizer, texts))
+def find_used_ids(tokenizer: Any, texts: Iterable[str]) -> list[int]:
+    """The ids that occur in texts, the most frequent first."""
+    return sort_by_frequency(count_tokens(tokenizer, texts))
 
 
-def by_frequency(counts: Mapping[int, int]) -> list[int]:
-    """The most frequent first; of equally frequent ones, the one that comes first in the vocabulary."""
+def sort_by_frequency(counts: Mapping[int, int]) -> list[int]:
+    """Ids by descending frequency; ties in the order of the vocabulary."""
     return sorted(counts, key=lambda number: (-counts[number], number))
 
 
-def kept(folder: Path, numbers: Iterable[int], at_least: int = 0, most: int | None = None) -> list[int]:
-    """The ids of a model folder's vocabulary that stay where the ids `numbers` are used (`vocabulary.kept`)."""
-    document, settings = _json(folder / TOKENIZER), _json(folder / SETTINGS)
+def select_folder_ids(
+    folder: Path, used_ids: Iterable[int], min_size: int = 0, max_size: int | None = None
+) -> list[int]:
+    """The ids that a trimmed vocabulary of a model folder keeps for `used_ids` (`vocabulary.select_ids`)."""
+    document, settings = _read_json(folder / TOKENIZER_FILE), _read_json(folder / CONFIG_FILE)
     pad = settings.get("pad_token_id")
-    return vocabulary.kept(document, numbers, at_least, _ids(settings), 0 if pad is None else pad, most)
+    return vocabulary.select_ids(
+        document, used_ids, min_size, _special_ids(settings), 0 if pad is None else pad, max_size
+    )
 
 
-def size(folder: Path) -> int:
-    """Pieces of a model folder's vocabulary."""
-    return len(vocabulary.pieces(_json(folder / TOKENIZER)))
+def vocabulary_size(folder: Path) -> int:
+    """Number of tokens in a model folder's vocabulary."""
+    return len(vocabulary.tokens_by_id(_read_json(folder / TOKENIZER_FILE)))
 
 
-def lines(folder: Path) -> int:
-    """Lines of its word embedding, which may be more: some are padded to a round number."""
-    return int(_json(folder / SETTINGS)["vocab_size"])
+def embedding_rows(folder: Path) -> int:
+    """Rows of the word embedding. Some models pad them to a round number."""
+    return int(_read_json(folder / CONFIG_FILE)["vocab_size"])
 
 
 def trim(folder: Path, ids: Sequence[int], out: Path) -> Path:
-    """Write the Transformers folder with the pieces `ids` alone as `out`, which appears whole or not at all.
+    """Write the Transformers folder with only the tokens `ids` to `out`, atomically.
 
-    Raises `UserError` where its weights do not fit its tokenizer.
+    Raises `UserError` if the weights do not fit the tokenizer.
     """
     from safetensors.torch import save_file
 
     draft = out.with_name(f".{out.name}.{uuid.uuid4().hex[:8]}")
     draft.mkdir(parents=True)
     try:
-        of = len(write_tokenizer(folder, ids, draft))
-        save_file(_cut(folder, ids), draft / "model.safetensors", {"format": "pt"})
-        (draft / NAME).write_text(json.dumps({"of": of, "kept": list(ids)}))
+        original_size = len(write_tokenizer(folder, ids, draft))
+        save_file(_trim_weights(folder, ids), draft / "model.safetensors", {"format": "pt"})
+        document = {"schema_version": SCHEMA_VERSION, "original_size": original_size, "kept_ids": list(ids)}
+        (draft / VOCABULARY_FILE).write_text(json.dumps(document))
         try:
             atomic_write.publish_folder(draft, out)
         except OSError:
             if not out.is_dir():
                 raise
-            shutil.rmtree(draft)  # another process has made it meanwhile, from the same
+            shutil.rmtree(draft)  # another process has made the same folder meanwhile
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
     return out
 
 
-def read(folder: Path) -> Trimmed | None:
-    """What a trimmed folder says of its vocabulary; None of one that was not trimmed."""
-    if not (folder / NAME).is_file():
+def read_trimmed(folder: Path) -> TrimmedVocabulary | None:
+    """Read vocabulary.json of a trimmed folder; None for an untrimmed one."""
+    if not (folder / VOCABULARY_FILE).is_file():
         return None
-    document = _json(folder / NAME)
-    return Trimmed(document["of"], tuple(document["kept"]))
+    document = _read_json(folder / VOCABULARY_FILE)
+    if (version := document.get("schema_version")) != SCHEMA_VERSION:
+        raise UserError(
+            f"{folder / VOCABULARY_FILE} has schema version {version}, and this rtrain reads {SCHEMA_VERSION}; "
+            "delete the folder, and trim the model again",
+            code="other_version",
+        )
+    return TrimmedVocabulary(document["original_size"], tuple(document["kept_ids"]))
 
 
-def address(folder: Path, *parts: object) -> str:
-    """16 hex digits of a SHA-256 over a model folder and what else makes its trimmed copy."""
-    total = hashlib.sha256(json.dumps(parts).encode())
-    for path in [folder / SETTINGS, folder / TOKENIZER, *_weight_files(folder)]:
+def cache_key(folder: Path, *parts: object) -> str:
+    """16 hex digits of a SHA-256 over a model folder and the other inputs of its trimmed copy."""
+    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, *parts]).encode())
+    for path in [folder / CONFIG_FILE, folder / TOKENIZER_FILE, *_weight_files(folder)]:
         with path.open("rb") as file:
-            total.update(hashlib.file_digest(file, "sha256").digest())
-    return total.hexdigest()[:16]
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()[:16]
 
 
 def write_tokenizer(folder: Path, ids: Sequence[int], out: Path) -> dict[int, str]:
-    """Write the tokenizer's files and config.json for the pieces `ids`, with what else a model folder says in small
-    files; returns the whole vocabulary."""
-    document, settings = _json(folder / TOKENIZER), _json(folder / SETTINGS)
-    found = vocabulary.pieces(document)
-    new = {old: place for place, old in enumerate(ids)}
-    # Without blanks: it is a part of what is served.
-    _write(out / TOKENIZER, vocabulary.renumbered(document, ids))
-    if (folder / PIECES).is_file():
-        (out / PIECES).write_text("".join(f"{found[number]}\n" for number in ids), encoding="utf-8")
+    """Write the tokenizer files, config.json and the small files of a model folder for the tokens `ids`; return the
+    original vocabulary."""
+    document, settings = _read_json(folder / TOKENIZER_FILE), _read_json(folder / CONFIG_FILE)
+    token_texts = vocabulary.tokens_by_id(document)
+    new_ids = {old: place for place, old in enumerate(ids)}
+    # Compact JSON, since the file is served.
+    _write_json(out / TOKENIZER_FILE, vocabulary.renumber(document, ids))
+    if (folder / VOCAB_FILE).is_file():
+        (out / VOCAB_FILE).write_text("".join(f"{token_texts[number]}\n" for number in ids), encoding="utf-8")
     if (folder / "tokenizer_config.json").is_file():
-        about = _json(folder / "tokenizer_config.json")
-        if tokens := about.get("added_tokens_decoder"):
-            about["added_tokens_decoder"] = {
-                str(new[int(number)]): token for number, token in tokens.items() if int(number) in new
+        tokenizer_config = _read_json(folder / "tokenizer_config.json")
+        if added_tokens := tokenizer_config.get("added_tokens_decoder"):
+            tokenizer_config["added_tokens_decoder"] = {
+                str(new_ids[int(number)]): token for number, token in added_tokens.items() if int(number) in new_ids
             }
-        _write(out / "tokenizer_config.json", about)
-    ends = {name: new.get(number) for name, number in settings.items() if _is_id(name, number)}
-    (out / SETTINGS).write_text(json.dumps({**settings, **ends, "vocab_size": len(ids)}, indent=1))
-    for name in COPIED:
+        _write_json(out / "tokenizer_config.json", tokenizer_config)
+    special_ids = {name: new_ids.get(number) for name, number in settings.items() if _is_id(name, number)}
+    (out / CONFIG_FILE).write_text(json.dumps({**settings, **special_ids, "vocab_size": len(ids)}, indent=1))
+    for name in COPIED_FILES:
         if (folder / name).is_file():
             (out / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(folder / name, out / name)
-    return found
+    return token_texts
 
 
-def _cut(folder: Path, ids: Sequence[int]) -> dict[str, "torch.Tensor"]:
-    """The weights, with the lines `ids` of every tensor that has one for each piece."""
+def _trim_weights(folder: Path, ids: Sequence[int]) -> dict[str, "torch.Tensor"]:
+    """The weights, with only the rows `ids` of every tensor with a row for each token."""
     import torch
     from safetensors.torch import load_file
 
     weights = {name: value for path in _weight_files(folder) for name, value in load_file(path).items()}
-    known = tables_of(folder)
-    tables = {name for name in weights if any(name == one or name.endswith(f".{one}") for one in known)}
+    embedding_names = find_embedding_names(folder)
+    tables = {
+        name for name in weights if any(name == suffix or name.endswith(f".{suffix}") for suffix in embedding_names)
+    }
     if not tables:
         raise UserError(
             f"{folder}: its weights have no word embedding, so compress.vocabulary=trim cannot cut it",
             code="unsupported",
         )
-    short = next((name for name in sorted(tables) if len(weights[name]) <= max(ids)), None)
-    if short is not None:
+    short_table = next((name for name in sorted(tables) if len(weights[name]) <= max(ids)), None)
+    if short_table is not None:
         raise UserError(
-            f"{folder}: {short} has {len(weights[short])} lines and the tokenizer a piece {max(ids)}; copy it whole",
+            f"{folder}: {short_table} has {len(weights[short_table])} lines and the tokenizer a piece {max(ids)}; "
+            "copy it whole",
             code="damaged",
         )
-    chosen = torch.tensor(ids)
-    return {name: value[chosen].contiguous() if name in tables else value for name, value in weights.items()}
+    index = torch.tensor(ids)
+    return {name: value[index].contiguous() if name in tables else value for name, value in weights.items()}
 
 
-def tables_of(folder: Path) -> set[str]:
-    """Names of the weights with a line for each piece, without the prefix that a class puts before its encoder's."""
+def find_embedding_names(folder: Path) -> set[str]:
+    """Names of the weights with a row for each token, without the encoder prefix of a class."""
     import torch
     import transformers
 
     settings = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    found: set[str] = set()
-    for auto in HEADS:
+    names: set[str] = set()
+    for auto in AUTO_CLASSES:
         try:
             with torch.device("meta"):
                 network = auto_class(auto).from_config(settings, trust_remote_code=False)
@@ -191,17 +207,17 @@ def tables_of(folder: Path) -> set[str]:
         tables = [value for module in modules if module is not None for value in module.parameters()]
         prefix = f"{network.base_model_prefix}."
         for name, value in network.named_parameters(remove_duplicate=False):
-            # By identity: a weight of several modules has several names, and is saved by one of them.
+            # Compare by identity: a shared weight has several names and is saved under one of them.
             if any(value is table for table in tables):
-                found.add(name.removeprefix(prefix))
-    return found
+                names.add(name.removeprefix(prefix))
+    return names
 
 
 def _weight_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("model*.safetensors"))
 
 
-def _ids(settings: dict[str, Any]) -> Collection[int]:
+def _special_ids(settings: dict[str, Any]) -> Collection[int]:
     return [number for name, number in settings.items() if _is_id(name, number)]
 
 
@@ -209,14 +225,14 @@ def _is_id(name: str, value: Any) -> bool:
     return name.endswith("_token_id") and isinstance(value, int)
 
 
-def old_ids(kept: Sequence[int]) -> Ints:
-    """[pieces]: the id of each piece in the whole vocabulary, to read tokens of the trimmed one by."""
-    return np.array(kept, dtype=np.int64)
+def original_ids(kept_ids: Sequence[int]) -> Ints:
+    """[tokens]: the original id of each kept token, to decode tokens of the trimmed vocabulary."""
+    return np.array(kept_ids, dtype=np.int64)
 
 
-def _json(path: Path) -> Any:
+def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def _write(path: Path, document: Any) -> None:
+def _write_json(path: Path, document: Any) -> None:
     path.write_text(json.dumps(document, ensure_ascii=False, separators=(",", ":")), encoding="utf-8")

@@ -1,116 +1,122 @@
-"""What training asks of a strategy, whichever it is: where the weights lie, and how gradients meet."""
+"""The interface of strategies: where the weights are, and how gradients are synchronized."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rtrain.core.ragged import Tokens
+from rtrain.core.ragged import TokenBatch
 from rtrain.parallel.timeline import Timeline
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
 
-    Kind = type[torch.optim.Optimizer]
+    OptimizerClass = type[torch.optim.Optimizer]
 
 
-class Work(Protocol):
-    """What is computed in the passes of an update. A strategy says when and where; this says what."""
+class MicroBatchRunnerProtocol(Protocol):
+    """Computation of the micro-batches of a step. A strategy decides when and where."""
 
-    sums: "torch.Tensor"
-    """[parts]: of the losses until now."""
-    idle: Tokens
-    """A pass over one padding token whose loss is 0: it takes part in every exchange and adds exact zeros."""
+    loss_sums: "torch.Tensor"
+    """[parts]: the losses so far."""
+    idle_tokens: TokenBatch
+    """A micro-batch of one padding token whose loss is 0: it takes part in every collective and adds exact zeros."""
 
-    def answer(self, model: "torch.nn.Module", tokens: Tokens) -> "torch.Tensor":
-        """Logits of a pass."""
+    def compute_logits(self, model: "torch.nn.Module", tokens: TokenBatch) -> "torch.Tensor":
+        """Logits of a micro-batch."""
         ...
 
-    def loss(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
-        """What is differentiated, []."""
+    def compute_loss(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
+        """The scalar to differentiate, []."""
         ...
 
 
-class Exchange(Protocol):
+class Strategy(Protocol):
     """A model and the workers that train it together.
 
-    A replica is one whole model, on one worker or on several, all of which have its rows. What is summed, gathered and
-    counted is so over replicas. What is called is called on every worker.
+    A replica is one full model, on one worker or on several, which all have its rows. Sums, gathers and counts are
+    over replicas. All methods are collective: call them on every worker.
     """
 
     module: "torch.nn.Module"
-    """The network, with this worker's share of its weights."""
+    """The network, with this worker's shard of the weights."""
     model: "torch.nn.Module"
-    """What passes call."""
-    watch: Watch
+    """The module that micro-batches call."""
+    watchdog: Watchdog
     timeline: Timeline
-    """What this worker does when."""
-    workers: int
-    world: int
+    """The spans of this worker."""
+    num_workers: int
+    num_replicas: int
     """The number of replicas."""
-    rank: int
-    """Which of them this worker is of."""
-    passes: int
-    """Passes of an update that keep all workers of a replica busy."""
+    replica_rank: int
+    """The replica of this worker."""
+    min_micro_batches: int
+    """Micro-batches of a step that keep all workers of a replica busy."""
 
     @property
-    def tells_noise(self) -> bool:
-        """Whether `own_square` ever tells something."""
+    def supports_noise_scale(self) -> bool:
+        """Whether `local_sq_norm` can return a value."""
         ...
 
-    def optimizer(self, made: "Callable[[Callable[[Kind], Kind]], torch.optim.Optimizer]") -> "torch.optim.Optimizer":
-        """The optimizer that `made` gives, once it is told what to make of its class."""
+    def make_optimizer(
+        self, build: "Callable[[Callable[[OptimizerClass], OptimizerClass]], torch.optim.Optimizer]"
+    ) -> "torch.optim.Optimizer":
+        """Build the optimizer by `build`, which receives a wrapper of the optimizer's class."""
         ...
 
-    def settle(self, work: Work) -> None:
-        """Before the first update of every start: whatever makes a restart differ from the run that it continues."""
+    def warm_up(self, runner: MicroBatchRunnerProtocol) -> None:
+        """Prepare the first step of every attempt, so that a restart does not differ from the run that it continues."""
         ...
 
-    def run(self, passes: Sequence[Tokens], work: Work, measures: bool = False) -> None:
-        """Make the passes of an update; then the mean over the replicas is this worker's share of the gradient, and
-        `work.sums` has the losses of this replica's passes."""
+    def run_micro_batches(
+        self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol, measure_noise: bool = False
+    ) -> None:
+        """Run the micro-batches of a step. Afterwards this worker has its shard of the mean gradient over the replicas,
+        and `work.sums` has the losses of this replica's micro-batches."""
         ...
 
-    def agreed(self, value: int) -> int:
-        """The largest of the numbers that the workers of this replica have, on all of them."""
+    def replica_max(self, value: int) -> int:
+        """The maximum over the workers of this replica."""
         ...
 
-    def norm(self) -> "torch.Tensor":
-        """The norm of the whole gradient, []; the same on every worker."""
+    def gradient_norm(self) -> "torch.Tensor":
+        """The norm of the full gradient, []; the same on every worker."""
         ...
 
-    def multiply(self, factor: "float | torch.Tensor") -> None:
+    def scale_gradients(self, factor: "float | torch.Tensor") -> None:
         """Multiply the gradient by `factor`."""
         ...
 
-    def own_square(self) -> float | None:
-        """After a `run` that measures, the squared norm of what this replica's passes alone gave, before the exchange;
-        of a single replica, of its first pass. None where that is never in one place: no `tells_noise`."""
+    def local_sq_norm(self) -> float | None:
+        """After a measuring `run_micro_batches`: the squared norm of this replica's gradient before the all-reduce;
+        with a single replica, of its first micro-batch. None if no worker ever holds that gradient
+        (`supports_noise_scale` is False)."""
         ...
 
-    def answering(self, passes: int) -> AbstractContextManager[int]:
-        """Around the passes of an evaluation; gives the number of idle ones that must follow them."""
+    def evaluation_micro_batches(self, num_micro_batches: int) -> AbstractContextManager[int]:
+        """Wrap the micro-batches of an evaluation; yields the number of idle micro-batches that must follow."""
         ...
 
-    def stops(self, failed: bool) -> bool:
-        """Whether this worker, or one with which it exchanges in the passes of an evaluation, has `failed`. Asked
-        before each of these passes, and last by a worker that makes none any more: nobody waits for it then."""
+    def any_failed(self, has_failed: bool) -> bool:
+        """Whether this worker, or a worker of the same collectives, has failed in an evaluation. Called before each
+        micro-batch, and once by a worker that stops, so that nobody waits for it."""
         ...
 
-    def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
-        """Tensors by name, each of which is this worker's share of one: on rank 0 all of them, whole; on others none.
-        To be read to its end everywhere."""
+    def gather_full_tensors(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+        """Gather sharded tensors by name: all of them, in full, on rank 0; none on the others. Consume the iterator on
+        every rank."""
         ...
 
-    def sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """`tensor` summed over the replicas, in place."""
+    def sum_over_replicas(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Sum `tensor` over the replicas in place."""
         ...
 
-    def gather(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
+    def gather_over_replicas(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
         """Every replica's vector by rank. The vectors may differ in length."""
         ...
 
-    def cost(self) -> dict[str, Any] | None:
-        """{seconds, bytes} of an exchange: the mean seconds on this worker, the bytes of the last one, if known."""
+    def comm_cost(self) -> dict[str, Any] | None:
+        """{seconds, bytes} of the gradient synchronization: mean seconds on this worker, bytes of the last one if
+        known."""
         ...

@@ -1,10 +1,10 @@
-"""What the ranks of a run do together beside their gradients: wait for each other's work, and follow rank 0.
+"""Collectives beside gradients: ranks wait for each other's work, and follow rank 0.
 
-A rank that waits makes no pass, and the process group's own calls fail after a time-out; how long another rank works
-(an upload, the predictions of many rows) nobody knows. So in `together` those that still work tell the others every few
-seconds that they do, from a side thread, in a sum that all ranks take: a wait may be as long as it takes, and ends soon
-where a rank is dead, stopped or hangs with the interpreter's lock held. One that hangs otherwise is ended by its own
-watch, in which such work has its limit too (`alive`).
+A waiting rank computes no micro-batch, and collectives of the process group fail after a timeout, but another rank may
+work for any time (an upload, the predictions of many rows). So in `run_on_all_ranks` working ranks send a heartbeat
+from a side thread, as an all-reduce over all ranks. A wait may be arbitrarily long, and ends soon if a rank is dead,
+stopped, or hangs with the interpreter lock held. A rank that hangs otherwise is ended by its own watchdog, which limits
+such work too (`heartbeat`).
 """
 
 import contextlib
@@ -12,84 +12,83 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.watchdog import Watchdog
 
-TOLD_S = 5.0
-"""Most seconds between two signs to those that wait; a quarter of a stall where that is shorter."""
-Done = TypeVar("Done")
-
-
-OTHERS = "another worker failed; its own error says why"
+HEARTBEAT_INTERVAL_S = 5.0
+"""Longest time between two heartbeats; a quarter of the hang timeout if that is shorter."""
+T = TypeVar("T")
 
 
-class Elsewhere(RuntimeError):
-    """Another rank failed in what all did together; its own error says why."""
+OTHER_RANK_FAILED = "another worker failed; its own error says why"
 
 
-def together(watch: Watch, work: Callable[[], Done]) -> Done:
-    """Do this rank's `work` and wait for all others'. Called on every rank at the same time.
+class OtherRankFailed(RuntimeError):
+    """Another rank failed in a common operation; its own error states the reason."""
 
-    `work` takes part in no exchange by the group of all ranks; where it does by others (`Exchange.stops`), it sees to
-    it that nobody waits for a rank on which it failed. Where it fails on one rank, all fail: the others with
-    `Elsewhere`.
+
+def run_on_all_ranks(watchdog: Watchdog, work: Callable[[], T]) -> T:
+    """Do this rank's `work` and wait for the other ranks. Called on every rank at the same time.
+
+    `work` uses no collective over all ranks. If it uses others (`Strategy.any_failed`), it must ensure that nobody
+    waits for a failed rank. If it fails on one rank all ranks fail, the others with `OtherRankFailed`.
     """
     import torch.distributed as dist
 
     if not (dist.is_initialized() and dist.get_world_size() > 1):
         return work()
-    finished, failed, error = threading.Event(), False, None
+    work_finished, has_failed, error = threading.Event(), False, None
 
-    def tell() -> None:
-        nonlocal failed
-        with contextlib.suppress(RuntimeError):  # a rank is dead: the next sum or exchange of this one says so
-            while not failed and not finished.wait(min(TOLD_S, watch.stall_s / 4)):
-                failed = _told(works=True, fails=False)[1]
+    def send_heartbeats() -> None:
+        nonlocal has_failed
+        with contextlib.suppress(RuntimeError):  # a rank is dead: its next collective reports that
+            while not has_failed and not work_finished.wait(min(HEARTBEAT_INTERVAL_S, watchdog.hang_timeout_s / 4)):
+                has_failed = _all_reduce_status(is_working=True, has_failed=False)[1]
 
-    teller = threading.Thread(target=tell, daemon=True, name="rtrain-works")
-    teller.start()
+    heartbeat_thread = threading.Thread(target=send_heartbeats, daemon=True, name="rtrain-works")
+    heartbeat_thread.start()
     try:
-        done = work()
-    except Exception as found:
-        error = found
+        result = work()
+    except Exception as exception:
+        error = exception
     finally:
-        finished.set()
-    teller.join()  # the ranks' sums belong together by their order alone: one thread at a time takes them
-    waits = True
+        work_finished.set()
+    heartbeat_thread.join()  # collectives match by order alone, so only one thread may call them
+    others_working = True
     try:
-        while waits and not failed:
-            waits, failed = _told(works=False, fails=error is not None)
-            watch.alive()
-    except RuntimeError:  # a rank is dead, which says less than this one's own error
+        while others_working and not has_failed:
+            others_working, has_failed = _all_reduce_status(is_working=False, has_failed=error is not None)
+            watchdog.heartbeat()
+    except RuntimeError:  # a rank is dead, which is less informative than this rank's own error
         if error is None:
             raise
     if error is not None:
         raise error
-    if failed:
-        raise Elsewhere(OTHERS)
-    return done
+    if has_failed:
+        raise OtherRankFailed(OTHER_RANK_FAILED)
+    return result
 
 
-def _told(works: bool, fails: bool) -> tuple[bool, bool]:
+def _all_reduce_status(is_working: bool, has_failed: bool) -> tuple[bool, bool]:
     """Whether some rank still works, and whether some rank failed."""
     import torch
     import torch.distributed as dist
 
-    sums = torch.tensor([int(works), int(fails)])
+    sums = torch.tensor([int(is_working), int(has_failed)])
     dist.all_reduce(sums)
     return bool(sums[0]), bool(sums[1])
 
 
-def decided(watch: Watch, decide: Callable[[], int]) -> int:
+def decide_on_rank_zero(watchdog: Watchdog, decide: Callable[[], int]) -> int:
     """Let rank 0 decide, however long it takes, and return its decision on every rank. If it fails, all ranks fail."""
 
-    @watch.busy()
+    @watchdog.extended_timeout()
     def work() -> int:
-        return decide() if first() else 0
+        return decide() if is_rank_zero() else 0
 
-    return from_rank_zero(together(watch, work))
+    return broadcast_from_rank_zero(run_on_all_ranks(watchdog, work))
 
 
-def most(value: int) -> int:
+def all_reduce_max(value: int) -> int:
     """The largest of all ranks' values, on every rank."""
     import torch
     import torch.distributed as dist
@@ -100,29 +99,29 @@ def most(value: int) -> int:
     return int(tensor.item())
 
 
-def every(value: Done) -> list[Done]:
+def all_gather_object(value: T) -> list[T]:
     """Each rank's value, by rank."""
     import torch.distributed as dist
 
-    found = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if len(found) > 1:
-        dist.all_gather_object(found, value)
-    return found
+    values = [value] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if len(values) > 1:
+        dist.all_gather_object(values, value)
+    return values
 
 
-def own() -> int:
-    """This worker's rank among all workers; 0 where it is alone. That of its replica is `Exchange.rank`."""
+def rank() -> int:
+    """This worker's rank among all workers; 0 for a single one. The rank of its replica is `Strategy.replica_rank`."""
     import torch.distributed as dist
 
     return dist.get_rank() if dist.is_initialized() else 0
 
 
-def first() -> bool:
-    """Whether this worker is rank 0, which writes and says what is written and said once."""
-    return own() == 0
+def is_rank_zero() -> bool:
+    """Whether this worker is rank 0, which writes files and logs."""
+    return rank() == 0
 
 
-def from_rank_zero(value: int) -> int:
+def broadcast_from_rank_zero(value: int) -> int:
     """Rank 0's `value`, on every rank."""
     import torch
     import torch.distributed as dist

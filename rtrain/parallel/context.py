@@ -1,9 +1,9 @@
-"""A replica on several workers, each of which has some of the tokens: context parallelism by all-to-all (Jacobs et al.
-2023, arXiv:2309.14509, DeepSpeed Ulysses).
+"""Context parallelism by all-to-all (Jacobs et al. 2023, arXiv:2309.14509, DeepSpeed Ulysses): each worker of a replica
+has some of the tokens.
 
-All of an encoder but attention answers each token by itself. For attention the workers exchange: each gives most heads
-of its tokens away and gets all tokens of its own heads, and the same the other way with the answers. So a pass may be
-so long that no worker could hold its activations. What the head reads is gathered: it is computed on every worker.
+All modules of an encoder except attention compute each token by itself. For attention an all-to-all gives each worker
+all tokens of its own heads, and another one returns the outputs. So a micro-batch may be too long for the activations
+to fit on one worker. The inputs of the head are gathered, and every worker computes the head.
 """
 
 import contextlib
@@ -15,84 +15,94 @@ from rtrain.core.errors import UserError
 from rtrain.models import tp_plan, unpadded
 from rtrain.models.forward import LAYOUT
 from rtrain.parallel import mesh, transport
-from rtrain.parallel.data_parallel import Replicas, Say, unsaid
-from rtrain.parallel.model_parallel import Parted
-from rtrain.parallel.timeline import WAITS
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.data_parallel import EventLogger, SingleReplica, ignore_event
+from rtrain.parallel.model_parallel import ModelParallelStrategy
+from rtrain.parallel.timeline import COMM_WAIT
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
-TOKENS = ("input_ids", "position_ids", "token_type_ids")
+TOKEN_INPUTS = ("input_ids", "position_ids", "token_type_ids")
 """Inputs of an encoder with a column for each token."""
 
 
-class Context(Parted):
-    """All weights on each of `context` workers, which share the tokens of a replica's passes."""
+class ContextParallelStrategy(ModelParallelStrategy):
+    """All weights on each of `context_parallel_size` workers, which share the tokens of a replica's micro-batches."""
 
-    def __init__(self, module: "torch.nn.Module", watch: Watch | None = None, say: Say = unsaid, *, context: int):
-        super().__init__(module, watch, say, context=context)
-        if not unpadded.enabled(module):
-            kind = type(module).__name__
-            reason = f"train.context={context}: {kind} computes padding; write train.context=1"
+    def __init__(
+        self,
+        module: "torch.nn.Module",
+        watchdog: Watchdog | None = None,
+        log_event: EventLogger = ignore_event,
+        *,
+        context_parallel_size: int,
+    ):
+        super().__init__(module, watchdog, log_event, context_parallel_size=context_parallel_size)
+        if not unpadded.is_packed(module):
+            class_name = type(module).__name__
+            reason = (
+                f"train.context_parallel_size={context_parallel_size}: {class_name} computes padding; write "
+                "train.context_parallel_size=1"
+            )
             raise UserError(reason, code="unsupported_model")
-        group, encoder = self._grid.get_group(mesh.CONTEXT), cast(Any, module).base_model
-        self._context, place = group, self._grid.get_local_rank(mesh.CONTEXT)
-        tp_plan.keep_tokens(cast(Any, module), context, place, partial(_attended, group))
-        encoder.register_forward_pre_hook(partial(_split, place, context), with_kwargs=True)
-        # Before all other hooks, which make of the last layer's answers what the head reads.
-        encoder.register_forward_hook(partial(_gathered, group), with_kwargs=True, prepend=True)
+        group, encoder = self._mesh.get_group(mesh.CONTEXT), cast(Any, module).base_model
+        self._context_group, cp_rank = group, self._mesh.get_local_rank(mesh.CONTEXT)
+        tp_plan.shard_tokens(cast(Any, module), context_parallel_size, cp_rank, partial(_attend_all_tokens, group))
+        encoder.register_forward_pre_hook(partial(_split_tokens, cp_rank, context_parallel_size), with_kwargs=True)
+        # Register before all other hooks, which convert the last layer's outputs to the head's inputs.
+        encoder.register_forward_hook(partial(_gather_tokens, group), with_kwargs=True, prepend=True)
 
-    def optimizer(self, made: Any) -> "torch.optim.Optimizer":
-        return Replicas.optimizer(self, made)
+    def make_optimizer(self, build: Any) -> "torch.optim.Optimizer":
+        return SingleReplica.make_optimizer(self, build)
 
     @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        """Each worker's passes give what its tokens and its copy of the head come to. A head's gradient comes to the
-        same on all of them, and so does what it gives each token, of which a token's worker gets the sum: the mean is
-        that of the replica."""
-        with super().during(last):
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Each rank computes gradients from its tokens and a full copy of the head. The head's gradient is the same on
+        all ranks, and each token's rank receives the sum of the gradients of the head's inputs over the ranks. So the
+        replica's gradient is the mean over its ranks."""
+        with super().micro_batch(is_last):
             yield
-            if last:
-                with self.timeline.during(WAITS):
-                    transport.add_up(self.collected(), self._context)
-                self.multiply(self.world / self.workers)
+            if is_last:
+                with self.timeline.span(COMM_WAIT):
+                    transport.all_reduce_sum(self.local_gradients(), self._context_group)
+                self.scale_gradients(self.num_replicas / self.num_workers)
 
     @property
-    def tells_noise(self) -> bool:
-        """No: what a worker's tokens give of the first pass is not yet that pass's gradient."""
+    def supports_noise_scale(self) -> bool:
+        """False: a rank's tokens give only part of the first micro-batch's gradient."""
         return False
 
 
-def _split(place: int, parts: int, encoder: Any, given: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
-    """An encoder's inputs for a pack [1, tokens] as this worker's stretch of them; the last one ends in padding, so
-    that all are equally long, also where there are fewer tokens than workers."""
+def _split_tokens(cp_rank: int, cp_size: int, encoder: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Cut an encoder's inputs for a pack [1, tokens] to this worker's tokens. The last shard is padded, so that all
+    have the same length, even with fewer tokens than workers."""
     import torch
 
-    named = dict(named)
-    if named.get(LAYOUT) is None:
-        return given, named
-    if given:
-        named["input_ids"], given = given[0], given[1:]
-    count = named["input_ids"].shape[1]
-    size = -(-count // parts)
-    for name in TOKENS:
-        if named.get(name) is not None:
-            full = torch.nn.functional.pad(named[name], (0, size * parts - count))
-            named[name] = full[:, place * size : (place + 1) * size]
-    return given, named
+    kwargs = dict(kwargs)
+    if kwargs.get(LAYOUT) is None:
+        return args, kwargs
+    if args:
+        kwargs["input_ids"], args = args[0], args[1:]
+    count = kwargs["input_ids"].shape[1]
+    shard_size = -(-count // cp_size)
+    for name in TOKEN_INPUTS:
+        if kwargs.get(name) is not None:
+            padded = torch.nn.functional.pad(kwargs[name], (0, shard_size * cp_size - count))
+            kwargs[name] = padded[:, cp_rank * shard_size : (cp_rank + 1) * shard_size]
+    return args, kwargs
 
 
-def _gathered(group: "dist.ProcessGroup", encoder: Any, given: Any, named: Mapping[str, Any], output: Any) -> Any:
-    """The last layer's answers for this worker's tokens as those for the whole pack."""
-    if named.get(LAYOUT) is not None:
-        every = _gather().apply(output.last_hidden_state[0], group)
-        output.last_hidden_state = every[None, : len(named[LAYOUT].order)]
+def _gather_tokens(group: "dist.ProcessGroup", encoder: Any, args: Any, kwargs: Mapping[str, Any], output: Any) -> Any:
+    """Gather the last layer's outputs of all workers for the whole pack."""
+    if kwargs.get(LAYOUT) is not None:
+        all_hidden = _all_gather().apply(output.last_hidden_state[0], group)
+        output.last_hidden_state = all_hidden[None, : len(kwargs[LAYOUT].order)]
     return output
 
 
-def _attended(
+def _attend_all_tokens(
     group: "dist.ProcessGroup",
     attend: Any,
     module: "torch.nn.Module",
@@ -102,73 +112,84 @@ def _attended(
     attention_mask: "torch.Tensor | None",
     *,
     layout: Any = None,
-    **named: Any,
+    **kwargs: Any,
 ) -> "tuple[torch.Tensor, torch.Tensor | None]":
-    """`attention.packed` over all tokens, of some heads, for this worker's tokens of all heads: [1, heads, own, dim] ->
-    [1, own, heads, dim]."""
+    """Compute `attention.packed_attention` over all tokens for some heads, and return all heads for this worker's
+    tokens: [1, heads, own, dim] -> [1, own, heads, dim]."""
     import torch
     import torch.distributed as dist
 
     if layout is None:
-        found: tuple[torch.Tensor, None] = attend(module, query, key, value, attention_mask, **named)
-        return found
-    parts, count = dist.get_world_size(group), len(layout.order)
-    heads, own, dim = query.shape[1] // dist.get_world_size(group), query.shape[2], query.shape[3]
-    # [3, parts, heads, own, dim]: to each worker its heads; then from each worker its tokens.
-    mine = torch.cat((query, key, value)).view(3, parts, heads, own, dim).transpose(0, 1)
-    every = _swap().apply(mine, group).permute(1, 2, 0, 3, 4).reshape(3, 1, heads, parts * own, dim)[..., :count, :]
-    answer, _ = attend(module, every[0], every[1], every[2], None, layout=layout, **named)
-    full = torch.nn.functional.pad(answer[0], (0, 0, 0, 0, 0, parts * own - count)).view(parts, own, heads, dim)
-    return _swap().apply(full, group).transpose(0, 1).reshape(1, own, parts * heads, dim), None
+        output: tuple[torch.Tensor, None] = attend(module, query, key, value, attention_mask, **kwargs)
+        return output
+    cp_size, count = dist.get_world_size(group), len(layout.order)
+    heads, num_local, dim = query.shape[1] // dist.get_world_size(group), query.shape[2], query.shape[3]
+    # [3, parts, heads, own, dim]: send each worker its heads; then receive each worker's tokens.
+    local_qkv = torch.cat((query, key, value)).view(3, cp_size, heads, num_local, dim).transpose(0, 1)
+    full_qkv = (
+        _all_to_all()
+        .apply(local_qkv, group)
+        .permute(1, 2, 0, 3, 4)
+        .reshape(3, 1, heads, cp_size * num_local, dim)[..., :count, :]
+    )
+    heads_output, _ = attend(module, full_qkv[0], full_qkv[1], full_qkv[2], None, layout=layout, **kwargs)
+    padded = torch.nn.functional.pad(heads_output[0], (0, 0, 0, 0, 0, cp_size * num_local - count)).view(
+        cp_size, num_local, heads, dim
+    )
+    return _all_to_all().apply(padded, group).transpose(0, 1).reshape(1, num_local, cp_size * heads, dim), None
 
 
 @cache
-def _swap() -> Any:
+def _all_to_all() -> Any:
     import torch
     import torch.distributed as dist
 
-    class Swap(torch.autograd.Function):
-        """Parts [workers, ...], one for each worker -> the parts that the workers have for this one."""
+    class AllToAll(torch.autograd.Function):
+        """All-to-all: parts [workers, ...] for each worker -> the parts from each worker for this one."""
 
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> torch.Tensor:
-            parts, ctx.group = given
+        def forward(ctx: Any, *args: Any) -> torch.Tensor:
+            parts, ctx.group = args
             parts = parts.contiguous()
-            found = torch.empty_like(parts)
-            dist.all_to_all_single(found, parts, group=ctx.group)
-            return found
+            received = torch.empty_like(parts)
+            dist.all_to_all_single(received, parts, group=ctx.group)
+            return received
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
             parts = gradients[0].contiguous()
-            found = torch.empty_like(parts)
-            dist.all_to_all_single(found, parts, group=ctx.group)
-            return found, None
+            received = torch.empty_like(parts)
+            dist.all_to_all_single(received, parts, group=ctx.group)
+            return received, None
 
-    return Swap
+    return AllToAll
 
 
 @cache
-def _gather() -> Any:
+def _all_gather() -> Any:
     import torch
     import torch.distributed as dist
 
-    class Gather(torch.autograd.Function):
-        """A worker's tokens [own, width] -> all workers' [workers * own, width]."""
+    class AllGather(torch.autograd.Function):
+        """All-gather: a worker's tokens [own, width] -> all workers' [workers * own, width]."""
 
         @staticmethod
-        def forward(ctx: Any, *given: Any) -> torch.Tensor:
-            own, ctx.group = given
-            own = own.contiguous()
-            found: torch.Tensor = own.new_empty(len(own) * dist.get_world_size(ctx.group), own.shape[1])
-            dist.all_gather_single(found, own, group=ctx.group)
-            return found
+        def forward(ctx: Any, *args: Any) -> torch.Tensor:
+            local_hidden, ctx.group = args
+            local_hidden = local_hidden.contiguous()
+            all_hidden: torch.Tensor = local_hidden.new_empty(
+                len(local_hidden) * dist.get_world_size(ctx.group), local_hidden.shape[1]
+            )
+            dist.all_gather_single(all_hidden, local_hidden, group=ctx.group)
+            return all_hidden
 
         @staticmethod
         def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-            every = gradients[0].contiguous()
-            own = every.new_empty(len(every) // dist.get_world_size(ctx.group), every.shape[1])
-            dist.reduce_scatter_single(own, every, group=ctx.group)
-            return own, None
+            all_gradients = gradients[0].contiguous()
+            local_gradient = all_gradients.new_empty(
+                len(all_gradients) // dist.get_world_size(ctx.group), all_gradients.shape[1]
+            )
+            dist.reduce_scatter_single(local_gradient, all_gradients, group=ctx.group)
+            return local_gradient, None
 
-    return Gather
+    return AllGather

@@ -1,159 +1,178 @@
-"""Among replicas: what every strategy does alike, whatever a replica is made of."""
+"""Common behavior of all strategies among replicas."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain import torch_internals
-from rtrain.core.ragged import Tokens
+from rtrain.core.ragged import TokenBatch
 from rtrain.parallel import collectives, dtensor_utils
-from rtrain.parallel.base import Work
-from rtrain.parallel.timeline import BACKWARD, FORWARD, OPTIMIZER, WAITS, Timeline
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.base import MicroBatchRunnerProtocol
+from rtrain.parallel.timeline import BACKWARD, COMM_WAIT, FORWARD, OPTIMIZER, Timeline
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
     import torch.distributed as dist
 
-Say = Callable[..., None]
+EventLogger = Callable[..., None]
 
 
-def unsaid(kind: str, **fields: Any) -> None:
-    """Nobody is told."""
+def ignore_event(kind: str, **fields: Any) -> None:
+    """Ignore an event."""
 
 
-class Replicas:
-    """See `exchange.Exchange`. By itself the exchange of a worker that is alone."""
+class SingleReplica:
+    """Base class of strategies, and the strategy of a single worker; see `base.Strategy`."""
 
-    passes = 1
+    min_micro_batches = 1
 
     def __init__(
         self,
         module: "torch.nn.Module",
-        watch: Watch | None = None,
-        say: Say = unsaid,
+        watchdog: Watchdog | None = None,
+        log_event: EventLogger = ignore_event,
         group: "dist.ProcessGroup | None" = None,
     ):
-        """`watch` is told before every pass that this worker goes on; `say`, on every worker, what the log should know.
-        `group`: the workers that stand for their replicas; None for all workers."""
+        """Initialize the strategy.
+
+        Args:
+            watchdog: Receives a heartbeat before every micro-batch of this worker.
+            log_event: Logs events; called on every worker.
+            group: The workers that represent their replicas; None for all workers.
+        """
         import torch.distributed as dist
 
-        self.module, self.model, self.watch, self._say, self._group = module, module, watch or Watch(), say, group
+        self.module, self.model, self.watchdog, self._log_event, self._group = (
+            module,
+            module,
+            watchdog or Watchdog(),
+            log_event,
+            group,
+        )
         self.timeline = Timeline()
-        joined = dist.is_initialized()
-        self.workers = dist.get_world_size() if joined else 1
-        self.world = dist.get_world_size(group) if joined else 1
-        self.rank = dist.get_rank(group) if joined else 0
-        self._first = 0.0
+        is_initialized = dist.is_initialized()
+        self.num_workers = dist.get_world_size() if is_initialized else 1
+        self.num_replicas = dist.get_world_size(group) if is_initialized else 1
+        self.replica_rank = dist.get_rank(group) if is_initialized else 0
+        self._first_sq_norm = 0.0
 
     @property
-    def distributed(self) -> bool:
+    def is_distributed(self) -> bool:
         """Whether there is more than one replica."""
-        return self.world > 1
+        return self.num_replicas > 1
 
-    def optimizer(self, made: Any) -> "torch.optim.Optimizer":
-        found: torch.optim.Optimizer = made(lambda kind: kind)
-        return found
+    def make_optimizer(self, build: Any) -> "torch.optim.Optimizer":
+        optimizer: torch.optim.Optimizer = build(lambda kind: kind)
+        return optimizer
 
-    def settle(self, work: Work) -> None:
+    def warm_up(self, runner: MicroBatchRunnerProtocol) -> None:
         pass
 
-    # ------------------------------------------------------------------------------------------------------ an update
+    # ------------------------------------------------------------------------------------------------------ a step
 
-    def run(self, passes: Sequence[Tokens], work: Work, measures: bool = False) -> None:
-        with self.timeline.during(OPTIMIZER):
-            self.begin(measures)
-        every = self.filled(passes, work)
-        for number, tokens in enumerate(every):
-            self.watch.passes()
-            with self.during(last=number == len(every) - 1):
-                with self.timeline.during(FORWARD):
-                    loss = work.loss(work.answer(self.model, tokens), tokens)
-                with self.timeline.during(BACKWARD):
+    def run_micro_batches(
+        self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol, measure_noise: bool = False
+    ) -> None:
+        with self.timeline.span(OPTIMIZER):
+            self.begin_step(measure_noise)
+        padded = self.pad_with_idle(micro_batches, runner)
+        for number, tokens in enumerate(padded):
+            self.watchdog.start_micro_batch()
+            with self.micro_batch(is_last=number == len(padded) - 1):
+                with self.timeline.span(FORWARD):
+                    loss = runner.compute_loss(runner.compute_logits(self.model, tokens), tokens)
+                with self.timeline.span(BACKWARD):
                     loss.backward()
-                if measures and not self.distributed and number == 0:
-                    self._first = float(sum(dtensor_utils.squared(one) for one in self.collected()))
+                if measure_noise and not self.is_distributed and number == 0:
+                    self._first_sq_norm = float(
+                        sum(dtensor_utils.squared_norm(gradient) for gradient in self.local_gradients())
+                    )
 
-    def begin(self, measures: bool = False) -> None:
-        """Forget the last update. Called before the first pass of one."""
+    def begin_step(self, measure_noise: bool = False) -> None:
+        """Discard the previous step. Called before the first micro-batch of a step."""
         self.module.zero_grad(set_to_none=True)
 
-    def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
-        """The passes that this worker makes: at least one, since each of them exchanges something."""
-        return passes or [work.idle]
+    def pad_with_idle(
+        self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol
+    ) -> Sequence[TokenBatch]:
+        """The micro-batches of this worker: at least one, since each strategy synchronizes in the last one."""
+        return micro_batches or [runner.idle_tokens]
 
     @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        """Wrap a pass of an update."""
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Wrap a micro-batch of a step."""
         yield
 
-    def collected(self) -> "list[torch.Tensor]":
-        """What the passes until now gave, on this worker: a tensor for each parameter that has any."""
-        return [one.grad for one in self.module.parameters() if one.grad is not None]
+    def local_gradients(self) -> "list[torch.Tensor]":
+        """Gradients so far on this worker: a tensor for each parameter with a gradient."""
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
 
     def gradients(self) -> "list[torch.Tensor]":
-        """This worker's share of the complete gradient."""
-        return self.collected()
+        """This worker's shard of the complete gradient."""
+        return self.local_gradients()
 
-    def agreed(self, value: int) -> int:
+    def replica_max(self, value: int) -> int:
         return value
 
-    def norm(self) -> "torch.Tensor":
-        return dtensor_utils.norm(self.gradients())
+    def gradient_norm(self) -> "torch.Tensor":
+        return dtensor_utils.total_norm(self.gradients())
 
-    def multiply(self, factor: "float | torch.Tensor") -> None:
-        if found := [dtensor_utils.local(one) for one in self.collected()]:
-            torch_internals.multiply(found, factor)
+    def scale_gradients(self, factor: "float | torch.Tensor") -> None:
+        if gradients := [dtensor_utils.local_tensor(gradient) for gradient in self.local_gradients()]:
+            torch_internals.multiply(gradients, factor)
 
     @property
-    def tells_noise(self) -> bool:
-        return not self.distributed
+    def supports_noise_scale(self) -> bool:
+        return not self.is_distributed
 
-    def own_square(self) -> float | None:
-        return self._first if self.tells_noise else None
+    def local_sq_norm(self) -> float | None:
+        return self._first_sq_norm if self.supports_noise_scale else None
 
-    # ------------------------------------------------------------------------------------------- outside of updates
+    # ------------------------------------------------------------------------------------------- outside of steps
 
     @contextlib.contextmanager
-    def answering(self, passes: int) -> Iterator[int]:
+    def evaluation_micro_batches(self, num_micro_batches: int) -> Iterator[int]:
         yield 0
 
-    def stops(self, failed: bool) -> bool:
-        return failed
+    def any_failed(self, has_failed: bool) -> bool:
+        return has_failed
 
-    def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
-        if collectives.first():
+    def gather_full_tensors(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+        if collectives.is_rank_zero():
             yield from tensors.items()
 
-    def sum(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        if self.distributed:
+    def sum_over_replicas(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        if self.is_distributed:
             import torch.distributed as dist
 
-            with self.timeline.during(WAITS):
+            with self.timeline.span(COMM_WAIT):
                 dist.all_reduce(tensor, group=self._group)
         return tensor
 
-    def gather(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
-        if not self.distributed:
+    def gather_over_replicas(self, values: "npt.NDArray[Any]") -> "list[npt.NDArray[Any]]":
+        if not self.is_distributed:
             return [values]
         import torch
         import torch.distributed as dist
 
-        own = torch.from_numpy(values)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world)]
-        dist.all_gather(sizes, torch.tensor([len(own)]), group=self._group)
-        # The transport takes vectors of one length only: all are padded to the longest.
+        local_values = torch.from_numpy(values)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.num_replicas)]
+        dist.all_gather(sizes, torch.tensor([len(local_values)]), group=self._group)
+        # The collective takes vectors of equal length, so all are padded to the longest.
         longest = max(int(size) for size in sizes)
-        parts = [own.new_zeros(longest) for _ in range(self.world)]
-        dist.all_gather(parts, torch.nn.functional.pad(own, (0, longest - len(own))), group=self._group)
-        return [part[: int(size)].numpy() for part, size in zip(parts, sizes, strict=True)]
+        padded = [local_values.new_zeros(longest) for _ in range(self.num_replicas)]
+        dist.all_gather(
+            padded, torch.nn.functional.pad(local_values, (0, longest - len(local_values))), group=self._group
+        )
+        return [part[: int(size)].numpy() for part, size in zip(padded, sizes, strict=True)]
 
     def barrier(self) -> None:
-        if self.distributed:
+        if self.is_distributed:
             import torch.distributed as dist
 
             dist.barrier(group=self._group)
 
-    def cost(self) -> dict[str, Any] | None:
+    def comm_cost(self) -> dict[str, Any] | None:
         return None

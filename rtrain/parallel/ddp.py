@@ -1,4 +1,4 @@
-"""The whole model on every worker; the mean of its gradients is by DistributedDataParallel."""
+"""Data parallelism: the full model on every worker, gradients averaged by DistributedDataParallel."""
 
 import contextlib
 import time
@@ -7,209 +7,227 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain import torch_internals
 from rtrain.parallel import dtensor_utils, transport
-from rtrain.parallel.base import Work
-from rtrain.parallel.data_parallel import Replicas, Say, unsaid
-from rtrain.parallel.sparse_embedding import TouchedRows, table_of
-from rtrain.parallel.timeline import BACKWARD, SENDS, WAITS, Timeline
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.base import MicroBatchRunnerProtocol
+from rtrain.parallel.data_parallel import EventLogger, SingleReplica, ignore_event
+from rtrain.parallel.sparse_embedding import TouchedRows, find_embedding
+from rtrain.parallel.timeline import BACKWARD, COMM_ASYNC, COMM_WAIT, Timeline
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
 
 
-class Replicated(Replicas):
-    """`model` is what passes call; it averages gradients over workers once per update."""
+class DDPStrategy(SingleReplica):
+    """Micro-batches call `model`, which averages gradients over the workers once per step."""
 
     def __init__(
         self,
         module: "torch.nn.Module",
-        watch: Watch | None = None,
-        say: Say = unsaid,
+        watchdog: Watchdog | None = None,
+        log_event: EventLogger = ignore_event,
         *,
         touched_rows: bool = True,
-        compressed: str = "none",
+        compression: str = "none",
     ):
-        """`say` is told what compression costs. `touched_rows`: of the word embedding's gradient, exchange the rows
-        that the update touched. `compressed`: as `train.gradient_compression`."""
-        super().__init__(module, watch, say)
-        self._spent, self.own = Spent(self.timeline), Own()
-        # A GPU that is alone fills and adds a dense gradient in less time than it waits for which rows were touched.
-        dense = not self.distributed and dtensor_utils.device(module).type == "cuda"
-        table = table_of(module) if touched_rows and not dense else None
-        self.rows = TouchedRows(table[1]) if table else None
-        # Asked for several times an update: to walk through the module takes milliseconds.
-        self._others = [one for one in module.parameters() if self.rows is None or one is not self.rows.weight]
-        if self.distributed:
+        """Initialize the strategy.
+
+        Args:
+            log_event: Logs the error of gradient compression.
+            touched_rows: Synchronize only the touched rows of the word embedding's gradient.
+            compression: As `train.gradient_compression`.
+        """
+        super().__init__(module, watchdog, log_event)
+        self._comm_timer, self.local_grad_norm = CommTimer(self.timeline), LocalGradNorm()
+        # A single GPU adds a dense gradient faster than it waits for the touched rows.
+        is_dense = not self.is_distributed and dtensor_utils.module_device(module).type == "cuda"
+        embedding = find_embedding(module) if touched_rows and not is_dense else None
+        self.touched_rows = TouchedRows(embedding[1]) if embedding else None
+        # Cached, since walking through the module takes milliseconds several times a step.
+        self._dense_parameters = [
+            parameter
+            for parameter in module.parameters()
+            if self.touched_rows is None or parameter is not self.touched_rows.weight
+        ]
+        if self.is_distributed:
             from torch.nn.parallel import DistributedDataParallel
 
-            if table:
-                torch_internals.leave_out(module, [table[0]])
-            # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of them all per update.
-            # forward_sync_buffers: an encoder's buffers are constants, so rank 0 need not send them before each step.
+            if embedding:
+                torch_internals.ignore_ddp_parameters(module, [embedding[0]])
+            # gradient_as_bucket_view: gradients live in the buckets, which saves a copy of all of them per step.
+            # forward_sync_buffers: an encoder's buffers are constants, so rank 0 need not broadcast them before each
+            # step.
             self.model = DistributedDataParallel(module, gradient_as_bucket_view=True, forward_sync_buffers=False)
-            torch_internals.take_times(self.model)
-            self._sent = sent = transport.sent_type(compressed)
-            self._transport = transport.Stock(self.world) if sent is None else transport.Compared(self.world, sent)
-            state = (self._transport, self._spent, self.own)
-            self.model.register_comm_hook(state, lambda state, bucket: _started(state, bucket))
+            torch_internals.set_ddp_timing_sample_rate(self.model)
+            self._comm_dtype = comm_dtype = transport.resolve_comm_dtype(compression)
+            self._transport = (
+                transport.ProcessGroupTransport(self.num_replicas)
+                if comm_dtype is None
+                else transport.CompressionErrorProbe(self.num_replicas, comm_dtype)
+            )
+            state = (self._transport, self._comm_timer, self.local_grad_norm)
+            self.model.register_comm_hook(state, lambda state, bucket: _start_all_reduce(state, bucket))
 
-    def settle(self, work: Work) -> None:
-        """Discard one exchange, where three workers or more take part.
+    def warm_up(self, runner: MicroBatchRunnerProtocol) -> None:
+        """Run one gradient synchronization and discard it, with three workers or more.
 
-        DistributedDataParallel rebuilds its buckets after its first exchange, which changes the order of summation from
-        then on: a restart would differ from the run it continues. The sum of two terms has only one order.
+        DistributedDataParallel rebuilds its buckets after the first synchronization, which changes the order of
+        summation: a restart would differ from the run that it continues. A sum of two terms has only one order.
         """
-        if self.world > 2:
-            work.loss(work.answer(self.model, work.idle), work.idle).backward()
+        if self.num_replicas > 2:
+            runner.compute_loss(runner.compute_logits(self.model, runner.idle_tokens), runner.idle_tokens).backward()
 
-    def begin(self, measures: bool = False) -> None:
-        self.own.begin(measures)
-        if self.rows is not None:
-            self.rows.begin()
-        if self.distributed:  # the buckets are where gradients live
+    def begin_step(self, measure_noise: bool = False) -> None:
+        self.local_grad_norm.begin_step(measure_noise)
+        if self.touched_rows is not None:
+            self.touched_rows.begin_step()
+        if self.is_distributed:  # gradients live in the buckets
             self.module.zero_grad(set_to_none=False)
         else:
-            for one in self._others:
-                one.grad = None
+            for parameter in self._dense_parameters:
+                parameter.grad = None
 
     @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        """Wrap a pass. Only the last pass of an update exchanges."""
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        """Wrap a micro-batch. Only the last micro-batch of a step synchronizes gradients."""
         from torch.nn.parallel import DistributedDataParallel
 
-        alone = self.model.no_sync if not last and isinstance(self.model, DistributedDataParallel) else None
-        if self.rows is not None:
-            self.rows.gathers = True
+        no_sync = self.model.no_sync if not is_last and isinstance(self.model, DistributedDataParallel) else None
+        if self.touched_rows is not None:
+            self.touched_rows.is_recording = True
         try:
-            with alone() if alone else contextlib.nullcontext():
+            with no_sync() if no_sync else contextlib.nullcontext():
                 yield
         finally:
-            if self.rows is not None:
-                self.rows.gathers = False
-        if self.rows is not None and last:
-            with self._spent.waiting() if self.distributed else self.timeline.during(BACKWARD):
-                self.rows.complete(self)
-        self._spent.exchanges += last
-        compared = self._transport if last and self.distributed else None
-        if isinstance(compared, transport.Compared) and (error := compared.error()) is not None:
-            self._say("compressed", error=error)
+            if self.touched_rows is not None:
+                self.touched_rows.is_recording = False
+        if self.touched_rows is not None and is_last:
+            with self._comm_timer.count_wait() if self.is_distributed else self.timeline.span(BACKWARD):
+                self.touched_rows.set_mean_gradient(self)
+        self._comm_timer.num_reductions += is_last
+        probe = self._transport if is_last and self.is_distributed else None
+        if isinstance(probe, transport.CompressionErrorProbe) and (error := probe.pop_error()) is not None:
+            self._log_event("gradient_compression", error=error)
 
-    def cost(self) -> dict[str, Any] | None:
-        if not self.distributed or not self._spent.exchanges:
+    def comm_cost(self) -> dict[str, Any] | None:
+        if not self.is_distributed or not self._comm_timer.num_reductions:
             return None
-        return self._spent.cost(self.model, self.gradients(), self._sent)
+        return self._comm_timer.comm_cost(self.model, self.gradients(), self._comm_dtype)
 
     def gradients(self) -> "list[torch.Tensor]":
-        """The complete gradient: one tensor for each parameter that has one. The word embedding's holds its touched
+        """The complete gradient: one tensor for each parameter with a gradient; of the word embedding only the touched
         rows."""
-        touched = [] if self.rows is None else [self.rows.gradient]
-        return touched + [one.grad for one in self._others if one.grad is not None]
+        row_gradients = [] if self.touched_rows is None else [self.touched_rows.gradient]
+        return row_gradients + [parameter.grad for parameter in self._dense_parameters if parameter.grad is not None]
 
-    def collected(self) -> "list[torch.Tensor]":
-        found = [one.grad for one in self._others if one.grad is not None]
-        return [*found, *([] if self.rows is None else [self.rows.collected()[1]])]
+    def local_gradients(self) -> "list[torch.Tensor]":
+        gradients = [parameter.grad for parameter in self._dense_parameters if parameter.grad is not None]
+        return [*gradients, *([] if self.touched_rows is None else [self.touched_rows.local_gradient()[1]])]
 
     @property
-    def tells_noise(self) -> bool:
+    def supports_noise_scale(self) -> bool:
         return True
 
-    def own_square(self) -> float | None:
-        return self.own.square if self.distributed else self._first
+    def local_sq_norm(self) -> float | None:
+        return self.local_grad_norm.sq_norm if self.is_distributed else self._first_sq_norm
 
-    def multiply(self, factor: "float | torch.Tensor") -> None:
-        if found := [one.grad for one in self._others if one.grad is not None]:
-            torch_internals.multiply(found, factor)
-        if self.rows is not None:
-            self.rows.gradient = self.rows.gradient * factor
+    def scale_gradients(self, factor: "float | torch.Tensor") -> None:
+        if gradients := [parameter.grad for parameter in self._dense_parameters if parameter.grad is not None]:
+            torch_internals.multiply(gradients, factor)
+        if self.touched_rows is not None:
+            self.touched_rows.gradient = self.touched_rows.gradient * factor
 
-    def mean(self, tensor: "torch.Tensor") -> "torch.Tensor":
-        """`tensor`, a part of the gradient, replaced by its mean over the workers."""
-        if self.distributed:
-            with self.timeline.during(WAITS):
+    def average_over_replicas(self, tensor: "torch.Tensor") -> "torch.Tensor":
+        """Replace `tensor`, a part of the gradient, by its mean over the workers."""
+        if self.is_distributed:
+            with self.timeline.span(COMM_WAIT):
                 self._transport.mean(tensor.view(-1))
         return tensor
 
-    def union(self, places: "torch.Tensor", rows: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
-        """The mean of a matrix that is 0 but for some rows: (places of the rows that any worker has, ascending; their
-        means [places, dim]). `places` are this worker's, ascending, `rows` its rows."""
+    def average_rows(self, row_ids: "torch.Tensor", rows: "torch.Tensor") -> "tuple[torch.Tensor, torch.Tensor]":
+        """Average a matrix that is 0 except for some rows. Returns the rows that any worker has, ascending, and their
+        means [rows, dim]. `row_ids` are this worker's rows, ascending, with the values `touched_rows`."""
         import torch
 
-        union = torch.unique(torch.cat([torch.from_numpy(one) for one in self.gather(places.cpu().numpy())]))
-        union = union.to(places.device)
-        shared = rows.new_zeros(len(union), rows.shape[1])
-        shared[torch.searchsorted(union, places)] = rows
-        return union, self.mean(shared)
+        all_ids = torch.unique(
+            torch.cat([torch.from_numpy(part) for part in self.gather_over_replicas(row_ids.cpu().numpy())])
+        )
+        all_ids = all_ids.to(row_ids.device)
+        summands = rows.new_zeros(len(all_ids), rows.shape[1])
+        summands[torch.searchsorted(all_ids, row_ids)] = rows
+        return all_ids, self.average_over_replicas(summands)
 
-    def spread(self, owned: "Sequence[Sequence[torch.Tensor]]") -> None:
+    def broadcast_from_owners(self, tensors_by_rank: "Sequence[Sequence[torch.Tensor]]") -> None:
         """Broadcast `owned[rank]` from each rank to all others. Shapes are the same everywhere, tensors contiguous."""
-        if self.distributed:
-            with self.timeline.during(WAITS):
-                transport.spread(owned)
+        if self.is_distributed:
+            with self.timeline.span(COMM_WAIT):
+                transport.broadcast_from_owners(tensors_by_rank)
 
 
-class Own:
-    """This worker's gradient before the exchange takes the mean: its squared norm, in the updates that measure."""
+class LocalGradNorm:
+    """Squared norm of this worker's gradient before the all-reduce, in measuring steps."""
 
     def __init__(self) -> None:
-        self._measures = False
-        self._parts: list[torch.Tensor] = []
+        self._is_measuring = False
+        self._sq_norms: list[torch.Tensor] = []
 
-    def begin(self, measures: bool) -> None:
-        self._measures, self._parts = measures, []
+    def begin_step(self, measure_noise: bool) -> None:
+        self._is_measuring, self._sq_norms = measure_noise, []
 
     def add(self, part: "torch.Tensor") -> None:
-        """A part of the gradient, which is about to be exchanged."""
-        if self._measures:
-            self._parts.append(dtensor_utils.squared(part))
+        """Record a part of the gradient before its all-reduce."""
+        if self._is_measuring:
+            self._sq_norms.append(dtensor_utils.squared_norm(part))
 
     @property
-    def square(self) -> float:
-        return float(sum(self._parts))
+    def sq_norm(self) -> float:
+        return float(sum(self._sq_norms))
 
 
-class Spent:
-    """What the exchange of gradients costs this worker: seconds by which it lengthens a pass, and bytes that it sends.
-    What it waits for slower workers within an exchange counts: it could not compute then."""
+class CommTimer:
+    """Cost of the gradient synchronization on this worker: seconds that lengthen a micro-batch, and bytes sent. Waiting
+    for slower workers counts, since the worker cannot compute meanwhile."""
 
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
-        self.exchanges = 0
-        self._waited = 0.0
+        self.num_reductions = 0
+        self._wait_s = 0.0
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
-        """Around a part of an exchange for which the pass stands still."""
+    def count_wait(self) -> Iterator[None]:
+        """Wrap a blocking part of the synchronization."""
         start = time.perf_counter()
         try:
-            with self._timeline.during(WAITS):
+            with self._timeline.span(COMM_WAIT):
                 yield
         finally:
-            self._waited += time.perf_counter() - start
+            self._wait_s += time.perf_counter() - start
 
-    def start(self, by: transport.Stock, part: "torch.Tensor") -> Any:
-        """Begin to exchange a part of the gradient, beside which the worker computes."""
+    def start(self, process_group_transport: transport.ProcessGroupTransport, part: "torch.Tensor") -> Any:
+        """Start the synchronization of a part of the gradient, which overlaps with computation."""
         timeline = self._timeline
         begin = timeline.now()
-        with self.waiting():
-            future = by.start(part)
+        with self.count_wait():
+            future = process_group_transport.start_mean(part)
 
-        def arrived(done: Any) -> Any:
-            timeline.add(SENDS, begin, timeline.now())
-            return done.value()
+        def finish(future: Any) -> Any:
+            timeline.add_span(COMM_ASYNC, begin, timeline.now())
+            return future.value()
 
-        return future.then(arrived)
+        return future.then(finish)
 
-    def cost(self, model: Any, gradient: "list[torch.Tensor]", sent: "torch.dtype | None") -> dict[str, Any]:
-        """See `Exchange.cost`, of an exchange of `gradient` by `model`, without what is hidden behind the backward
-        pass. `sent`: the type in which its numbers are sent; None: their own."""
-        seconds = self._waited / self.exchanges + torch_internals.unhidden_seconds(model)
-        size = sum(one.numel() * (sent or one.dtype).itemsize for one in gradient)
+    def comm_cost(
+        self, model: Any, gradients: "list[torch.Tensor]", comm_dtype: "torch.dtype | None"
+    ) -> dict[str, Any]:
+        """See `Strategy.comm_cost`: the cost of synchronizing `gradients` of `model`, without the time hidden behind
+        the backward pass. `comm_dtype`: the dtype on the wire; None for the gradient's own."""
+        seconds = self._wait_s / self.num_reductions + torch_internals.exposed_comm_seconds(model)
+        size = sum(gradient.numel() * (comm_dtype or gradient.dtype).itemsize for gradient in gradients)
         return {"seconds": round(seconds, 6), "bytes": size}
 
 
-def _started(state: "tuple[transport.Stock, Spent, Own]", bucket: Any) -> Any:
-    """DistributedDataParallel's hook. It is no method of an exchange: it is kept below Python, where no collector finds
-    a cycle."""
-    by, spent, own = state
-    own.add(bucket.buffer())
-    return spent.start(by, bucket.buffer())
+def _start_all_reduce(state: "tuple[transport.ProcessGroupTransport, CommTimer, LocalGradNorm]", bucket: Any) -> Any:
+    """DistributedDataParallel's hook. A function, not a method of a strategy: it is stored below Python, where the
+    garbage collector finds no cycles."""
+    process_group_transport, comm_timer, local_grad_norm = state
+    local_grad_norm.add(bucket.buffer())
+    return comm_timer.start(process_group_transport, bucket.buffer())

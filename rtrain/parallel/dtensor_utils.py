@@ -1,133 +1,141 @@
-"""Tensors that are spread over workers, and what they are as one: torch's DTensor says how each is cut."""
+"""Utilities for sharded tensors (DTensor) and parameters on the meta device."""
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rtrain import torch_internals
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
 
-Part = TypeVar("Part", bound="torch.Tensor")
+TensorT = TypeVar("TensorT", bound="torch.Tensor")
 
 
-def here(tensor: "torch.Tensor") -> bool:
-    """Whether this worker has a share of the tensor: one that others alone have is on torch's meta device."""
+def is_materialized(tensor: "torch.Tensor") -> bool:
+    """Whether this worker has a shard of the tensor; tensors that only other workers have are on the meta device."""
     return tensor.device.type != "meta"
 
 
-def device(module: "torch.nn.Module") -> "torch.device":
-    """Where this worker computes the module: where the weights are that it has; `meta`, where nobody has any."""
-    every = module.parameters()  # asked for before each pass: to walk through all takes milliseconds
-    first = next(every)
-    return next((one.device for one in itertools.chain([first], every) if here(one)), first.device)
+def module_device(module: "torch.nn.Module") -> "torch.device":
+    """The device of the module's materialized weights; `meta` without any."""
+    # Lazy: called before each micro-batch, and a walk through all parameters takes milliseconds.
+    parameters = module.parameters()
+    first = next(parameters)
+    return next(
+        (parameter.device for parameter in itertools.chain([first], parameters) if is_materialized(parameter)),
+        first.device,
+    )
 
 
-def move(module: "torch.nn.Module", device: "torch.device") -> None:
-    """Put what this worker has of a module on a device, one tensor after another."""
-    for one in (*module.parameters(), *module.buffers()):
-        if here(one):
-            one.data = one.data.to(device)
+def move_module(module: "torch.nn.Module", device: "torch.device") -> None:
+    """Move this worker's part of a module to a device, one tensor after another."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_materialized(tensor):
+            tensor.data = tensor.data.to(device)
 
 
-def full(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The whole tensor, on every worker that has a share of it. Called on all of these."""
+def full_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The full tensor, on every worker with a shard. Called on all of them."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def local(tensor: "torch.Tensor") -> "torch.Tensor":
-    """This worker's share, in the same memory."""
+def local_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
+    """This worker's shard, sharing memory."""
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def leave_file(module: "torch.nn.Module") -> None:
-    """Copy what a worker has of `module` out of the file that it was read from.
+def copy_from_file(module: "torch.nn.Module") -> None:
+    """Copy a worker's part of `module` out of the memory-mapped file.
 
-    Tensors that were read are parts of one mapping of the whole file, which stays in memory as long as one of them
-    does: a worker that keeps a share of the weights would have all of them.
+    Loaded tensors are views of one mapping of the whole file, which stays in memory while any of them does: a worker
+    with a shard of the weights would hold all of them.
     """
-    for one in (*module.parameters(), *module.buffers()):
-        share = torch_internals.share_of(one)
+    for tensor in (*module.parameters(), *module.buffers()):
+        share = torch_internals.raw_local_tensor(tensor)
         share.data = share.data.clone()
 
 
-def like(value: "torch.Tensor", parameter: "torch.Tensor") -> "torch.Tensor":
-    """A whole tensor cut as `parameter` is, on its device. Nothing is sent: every worker has the whole."""
+def distribute_like(value: "torch.Tensor", parameter: "torch.Tensor") -> "torch.Tensor":
+    """Distribute a full tensor like `parameter`, on its device, without communication: every worker has the full
+    tensor."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
-    found = value
+    distributed = value
     if isinstance(parameter, DTensor):
-        found = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    return found.to(parameter.device)
+        distributed = distribute_tensor(value, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return distributed.to(parameter.device)
 
 
-def fill(share: "torch.Tensor", value: "torch.Tensor") -> None:
-    """Put a whole tensor's share in its place."""
-    if share.shape != value.shape:
-        raise ValueError(f"a tensor of {list(value.shape)} for one of {list(share.shape)}")
-    local(share).copy_(local(like(value, share)))
+def copy_into(target: "torch.Tensor", value: "torch.Tensor") -> None:
+    """Copy a full tensor's shard into `target`."""
+    if target.shape != value.shape:
+        raise ValueError(f"a tensor of {list(value.shape)} for one of {list(target.shape)}")
+    local_tensor(target).copy_(local_tensor(distribute_like(value, target)))
 
 
-def kind(tensor: "torch.Tensor") -> Any:
-    """How a tensor is cut. torch's calls for many tensors at once take those of one kind."""
+def placement_key(tensor: "torch.Tensor") -> Any:
+    """Key of a tensor's placement. torch's multi-tensor functions require tensors with the same placement."""
     from torch.distributed.tensor import DTensor
 
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else None
 
 
-def by_kind(tensors: "Sequence[Part]") -> "list[list[Part]]":
-    """The tensors in groups that are cut alike."""
-    found: dict[Any, list[Part]] = {}
+def group_by_placement(tensors: "Sequence[TensorT]") -> "list[list[TensorT]]":
+    """Group the tensors by placement."""
+    groups: dict[Any, list[TensorT]] = {}
     for tensor in tensors:
-        found.setdefault(kind(tensor), []).append(tensor)
-    return list(found.values())
+        groups.setdefault(placement_key(tensor), []).append(tensor)
+    return list(groups.values())
 
 
-def norm(tensors: "Sequence[torch.Tensor]") -> "torch.Tensor":
-    """The norm of a vector that is given in parts, whole or cut, []."""
+def total_norm(tensors: "Sequence[torch.Tensor]") -> "torch.Tensor":
+    """The norm [] of a vector in several tensors, sharded or not."""
     import torch
 
-    norms = [full(torch.nn.utils.get_total_norm(alike)) for alike in by_kind(tensors)]
+    norms = [full_tensor(torch.nn.utils.get_total_norm(alike)) for alike in group_by_placement(tensors)]
     return norms[0] if len(norms) == 1 else torch.nn.utils.get_total_norm(norms)
 
 
-def squared(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The squared norm of a tensor, [], on its device: nothing waits for it yet."""
+def squared_norm(tensor: "torch.Tensor") -> "torch.Tensor":
+    """The squared norm [] of a tensor, on its device, without a synchronization."""
     import torch
 
-    found: torch.Tensor = torch.linalg.vector_norm(tensor)
-    return full(found).double() ** 2
+    norm: torch.Tensor = torch.linalg.vector_norm(tensor)
+    return full_tensor(norm).double() ** 2
 
 
-def from_holders(own: "Mapping[str, torch.Tensor]", watch: Watch) -> "Iterator[tuple[str, torch.Tensor]]":
-    """Tensors of which each worker has some, or shares of some: on rank 0 all, whole, sent to its processor's memory;
-    on others none."""
+def gather_to_rank_zero(
+    local_tensors: "Mapping[str, torch.Tensor]", watchdog: Watchdog
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """Gather sharded or distributed tensors: all, in full, in CPU memory on rank 0; none on the others."""
     import torch
     import torch.distributed as dist
 
-    known: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(known, {name: (tuple(value.shape), value.dtype) for name, value in own.items()})
+    shapes_by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(
+        shapes_by_rank, {name: (tuple(value.shape), value.dtype) for name, value in local_tensors.items()}
+    )
     holders: dict[str, tuple[int, Any]] = {}
-    for rank, tensors in enumerate(known):
-        for name, described in tensors.items():
-            holders.setdefault(name, (rank, described))
-    here = dist.get_rank()
+    for rank, tensors in enumerate(shapes_by_rank):
+        for name, shape_and_dtype in tensors.items():
+            holders.setdefault(name, (rank, shape_and_dtype))
+    this_rank = dist.get_rank()
     for name, (holder, (shape, dtype)) in holders.items():
-        watch.alive()
-        found = full(own[name]) if name in own else None
-        if here == holder != 0:
-            assert found is not None
-            dist.send(found.detach().cpu().contiguous(), dst=0)
-        elif here == 0 and holder == 0:
-            assert found is not None
-            yield name, found
-        elif here == 0:
+        watchdog.heartbeat()
+        full = full_tensor(local_tensors[name]) if name in local_tensors else None
+        if this_rank == holder != 0:
+            assert full is not None
+            dist.send(full.detach().cpu().contiguous(), dst=0)
+        elif this_rank == 0 and holder == 0:
+            assert full is not None
+            yield name, full
+        elif this_rank == 0:
             value = torch.empty(shape, dtype=dtype)
             dist.recv(value, src=holder)
             yield name, value

@@ -1,56 +1,73 @@
-"""Which strategy a run's settings ask for."""
+"""Selection of a strategy by the settings of a run."""
 
 from typing import TYPE_CHECKING, Any
 
-from rtrain.config import Train
+from rtrain.config import TrainConfig
 from rtrain.parallel import dtensor_utils
-from rtrain.parallel.base import Exchange
-from rtrain.parallel.context import Context
-from rtrain.parallel.data_parallel import Say, unsaid
-from rtrain.parallel.ddp import Replicated
-from rtrain.parallel.fsdp import Fully
-from rtrain.parallel.pipeline import Pipeline, PipelineInShares
-from rtrain.parallel.tensor import Cut
-from rtrain.parallel.watchdog import Watch
-from rtrain.parallel.zero import OptimizerShares
+from rtrain.parallel.base import Strategy
+from rtrain.parallel.context import ContextParallelStrategy
+from rtrain.parallel.data_parallel import EventLogger, ignore_event
+from rtrain.parallel.ddp import DDPStrategy
+from rtrain.parallel.fsdp import FSDPStrategy
+from rtrain.parallel.pipeline import FSDPPipelineStrategy, PipelineStrategy
+from rtrain.parallel.tensor import TensorParallelStrategy
+from rtrain.parallel.watchdog import Watchdog
+from rtrain.parallel.zero import ShardedOptimizerStrategy
 
 if TYPE_CHECKING:
     import torch
 
 
-def in_parts(train: Train, workers: int) -> bool:
-    """Whether no worker has all of the network, which is then cut where it was read and put on its device in parts."""
-    return train.pipeline > 1 or train.tensor > 1 or (train.shard > 1 and workers > train.within)
+def is_model_parallel(train: TrainConfig, workers: int) -> bool:
+    """Whether no worker has the full network. It is then sharded in CPU memory and moved to the device in parts."""
+    return (
+        train.pipeline_parallel_size > 1
+        or train.tensor_parallel_size > 1
+        or (train.zero_stage > 1 and workers > train.workers_per_replica)
+    )
 
 
-def build(
+def build_strategy(
     network: "torch.nn.Module",
-    train: Train,
-    watch: Watch | None = None,
-    say: Say = unsaid,
+    train: TrainConfig,
+    watchdog: Watchdog | None = None,
+    log_event: EventLogger = ignore_event,
     *,
     device: "torch.device | None" = None,
-) -> Exchange:
-    """The exchange of a network. Called on every worker. `device`: where the network is to compute, if not where it is;
-    of a network that is not `in_parts` it is."""
+) -> Strategy:
+    """Build the strategy of a network. Called on every worker. `device`: the training device, if the network is not on
+    it yet; networks that are not `is_model_parallel` are."""
     import torch.distributed as dist
 
     workers = dist.get_world_size() if dist.is_initialized() else 1
-    if not in_parts(train, workers):
-        if train.context > 1:
-            return Context(network, watch, say, context=train.context)
-        kind = OptimizerShares if train.shard else Replicated
-        return kind(network, watch, say, compressed=train.gradient_compression)
-    cut: dict[str, Any] = {"tensor": train.tensor, "sequence": train.sequence, "device": device}
-    shared = train.shard > 1 and workers > train.within
-    if shared:
-        cut["weights"] = train.shard == 3
-    made: Exchange
-    if train.pipeline > 1:
-        staged = PipelineInShares if shared else Pipeline
-        made = staged(network, watch, say, pipeline=train.pipeline, schedule=train.schedule, **cut)
+    if not is_model_parallel(train, workers):
+        if train.context_parallel_size > 1:
+            return ContextParallelStrategy(
+                network, watchdog, log_event, context_parallel_size=train.context_parallel_size
+            )
+        strategy_class = ShardedOptimizerStrategy if train.zero_stage else DDPStrategy
+        return strategy_class(network, watchdog, log_event, compression=train.gradient_compression)
+    options: dict[str, Any] = {
+        "tensor_parallel_size": train.tensor_parallel_size,
+        "sequence_parallel": train.sequence_parallel,
+        "device": device,
+    }
+    is_sharded = train.zero_stage > 1 and workers > train.workers_per_replica
+    if is_sharded:
+        options["shard_weights"] = train.zero_stage == 3
+    strategy: Strategy
+    if train.pipeline_parallel_size > 1:
+        pipeline_class = FSDPPipelineStrategy if is_sharded else PipelineStrategy
+        strategy = pipeline_class(
+            network,
+            watchdog,
+            log_event,
+            pipeline_parallel_size=train.pipeline_parallel_size,
+            pipeline_schedule=train.pipeline_schedule,
+            **options,
+        )
     else:
-        made = (Fully if shared else Cut)(network, watch, say, **cut)
-    if device is not None and not shared:  # `fully_shard` has put shares where they belong
-        dtensor_utils.move(network, device)
-    return made
+        strategy = (FSDPStrategy if is_sharded else TensorParallelStrategy)(network, watchdog, log_event, **options)
+    if device is not None and not is_sharded:  # `fully_shard` has moved the shards
+        dtensor_utils.move_module(network, device)
+    return strategy

@@ -1,8 +1,8 @@
-"""Gradients and optimizer state in shares, or the weights too: ZeRO stages 2 and 3 (Rajbhandari et al. 2020,
-arXiv:1910.02054), by torch's `fully_shard` (Zhao et al. 2023, arXiv:2304.11277).
+"""Sharded gradients and optimizer state, or weights too: ZeRO stages 2 and 3 (Rajbhandari et al. 2020,
+arXiv:1910.02054) by torch's `fully_shard` (Zhao et al. 2023, arXiv:2304.11277).
 
-Before a layer computes, the replicas gather its weights; after its backward pass each keeps its share of the gradient's
-sum alone. So every pass of every replica is an exchange: all make equally many of them.
+Replicas gather a layer's weights before it computes; after its backward pass each keeps its shard of the summed
+gradient. So every micro-batch of every replica is a collective, and all compute equally many.
 """
 
 import contextlib
@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain import torch_internals
-from rtrain.core.ragged import Tokens
+from rtrain.core.ragged import TokenBatch
 from rtrain.models import layerwise_lr
 from rtrain.parallel import dtensor_utils, mesh
-from rtrain.parallel.base import Work
-from rtrain.parallel.data_parallel import Say, unsaid
-from rtrain.parallel.tensor import Cut
-from rtrain.parallel.timeline import WAITS, Timeline
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.base import MicroBatchRunnerProtocol
+from rtrain.parallel.data_parallel import EventLogger, ignore_event
+from rtrain.parallel.tensor import TensorParallelStrategy
+from rtrain.parallel.timeline import COMM_WAIT, Timeline
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
@@ -26,67 +26,84 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
 
 
-class Fully(Cut):
-    """A share of every tensor on every replica."""
+class FSDPStrategy(TensorParallelStrategy):
+    """A shard of every tensor on every replica."""
 
     def __init__(
         self,
         module: "torch.nn.Module",
-        watch: Watch | None = None,
-        say: Say = unsaid,
+        watchdog: Watchdog | None = None,
+        log_event: EventLogger = ignore_event,
         *,
-        tensor: int = 1,
-        sequence: bool = False,
-        weights: bool = True,
-        **others: Any,
+        tensor_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        shard_weights: bool = True,
+        **options: Any,
     ):
-        """`weights`: between two passes over a layer, keep a share of its weights alone (stage 3); else they are whole
-        from an update's first pass to its last (stage 2)."""
+        """`shard_weights`: keep only a shard of a layer's weights between two micro-batches (stage 3); otherwise the
+        weights are full from the first micro-batch of a step to its last (stage 2)."""
         from torch.distributed.fsdp import fully_shard
 
-        super().__init__(module, watch, say, tensor=tensor, sequence=sequence, **others)
-        torch_internals.hush_redistribution()
-        # Nothing writes into what a pass answers.
+        super().__init__(
+            module,
+            watchdog,
+            log_event,
+            tensor_parallel_size=tensor_parallel_size,
+            sequence_parallel=sequence_parallel,
+            **options,
+        )
+        torch_internals.silence_redistribution_warnings()
+        # Nothing writes into the outputs of a micro-batch.
         warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
-        layers = layerwise_lr.layers(getattr(module, "base_model", module)) or ()
-        self._parts: Any = [*(layer for layer in layers if all(map(dtensor_utils.here, layer.parameters()))), module]
-        self._weights = weights
-        absent = {one for one in module.parameters() if not dtensor_utils.here(one)}
-        for part in self._parts:
+        layers = layerwise_lr.find_layers(getattr(module, "base_model", module)) or ()
+        self._fsdp_modules: Any = [
+            *(layer for layer in layers if all(map(dtensor_utils.is_materialized, layer.parameters()))),
+            module,
+        ]
+        self._shards_weights = shard_weights
+        absent_parameters = {
+            parameter for parameter in module.parameters() if not dtensor_utils.is_materialized(parameter)
+        }
+        for fsdp_module in self._fsdp_modules:
             fully_shard(
-                part,
-                mesh=self._grid[mesh.REPLICAS],
-                reshard_after_forward=None if weights else False,
-                shard_placement_fn=_across,
-                ignored_params=absent,
+                fsdp_module,
+                mesh=self._mesh[mesh.REPLICAS],
+                reshard_after_forward=None if shard_weights else False,
+                shard_placement_fn=_shard_axis,
+                ignored_params=absent_parameters,
             )
-            part.set_force_sum_reduction_for_comms(True)  # Gloo takes no means
-            part.set_custom_all_gather(_Told(self.timeline, gathered))
-            part.set_custom_reduce_scatter(_Told(self.timeline, shared_out))
+            fsdp_module.set_force_sum_reduction_for_comms(True)  # Gloo has no mean
+            fsdp_module.set_custom_all_gather(_TimedCollective(self.timeline, all_gather))
+            fsdp_module.set_custom_reduce_scatter(_TimedCollective(self.timeline, reduce_scatter))
 
-    def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
-        return [*passes, *[work.idle] * (max(1, self.most(len(passes))) - len(passes))]
+    def pad_with_idle(
+        self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol
+    ) -> Sequence[TokenBatch]:
+        return [
+            *micro_batches,
+            *[runner.idle_tokens] * (max(1, self.max_over_replicas(len(micro_batches))) - len(micro_batches)),
+        ]
 
     @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        self._parts[-1].set_reshard_after_backward(last or self._weights)
-        with self.sums_told():
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        self._fsdp_modules[-1].set_reshard_after_backward(is_last or self._shards_weights)
+        with self.record_waits():
             yield
 
     @contextlib.contextmanager
-    def answering(self, passes: int) -> Iterator[int]:
+    def evaluation_micro_batches(self, num_micro_batches: int) -> Iterator[int]:
         try:
-            yield self.most(passes) - passes
+            yield self.max_over_replicas(num_micro_batches) - num_micro_batches
         finally:
-            for part in self._parts:
-                part.reshard()
+            for fsdp_module in self._fsdp_modules:
+                fsdp_module.reshard()
 
-    def stops(self, failed: bool) -> bool:
-        return bool(self.most(super().stops(failed)))
+    def any_failed(self, has_failed: bool) -> bool:
+        return bool(self.max_over_replicas(super().any_failed(has_failed)))
 
 
-class _Told:
-    """A collective as `fully_shard` calls it, of which the timeline is told: a processor stands still for it."""
+class _TimedCollective:
+    """A collective of `fully_shard`, with a span of the timeline: a CPU waits for it."""
 
     def __init__(self, timeline: Timeline, collective: "Callable[..., dist.Work | None]"):
         self._timeline, self._collective = timeline, collective
@@ -96,29 +113,29 @@ class _Told:
 
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def __call__(self, *given: Any, **named: Any) -> "dist.Work | None":
-        with self._timeline.during(WAITS):
-            return self._collective(*given, **named)
+    def __call__(self, *args: Any, **kwargs: Any) -> "dist.Work | None":
+        with self._timeline.span(COMM_WAIT):
+            return self._collective(*args, **kwargs)
 
 
-def gathered(
+def all_gather(
     output_tensor: "torch.Tensor", input_tensor: "torch.Tensor", group: "dist.ProcessGroup", async_op: bool = False
 ) -> "dist.Work | None":
-    """The whole of what every worker has a share of."""
+    """All-gather, called by `fully_shard`."""
     import torch.distributed as dist
 
     work: dist.Work | None = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
     return work
 
 
-def shared_out(
+def reduce_scatter(
     output_tensor: "torch.Tensor",
     input_tensor: "torch.Tensor",
     group: "dist.ProcessGroup",
     op: Any,
     async_op: bool = False,
 ) -> "dist.Work | None":
-    """The sum of what every worker has the whole of, a share of it for each."""
+    """Reduce-scatter, called by `fully_shard`."""
     import torch.distributed as dist
 
     work: dist.Work | None = dist.reduce_scatter_single(
@@ -127,10 +144,12 @@ def shared_out(
     return work
 
 
-def _across(parameter: "torch.nn.Parameter") -> "Shard | None":
-    """The axis along which replicas share a weight: the first, but for one that is cut within a replica by parts of
-    that. Of what is cut twice so, torch puts the rows together in a wrong order."""
+def _shard_axis(parameter: "torch.nn.Parameter") -> "Shard | None":
+    """The dimension along which replicas shard a weight: the first, unless fused outputs are sharded along it within a
+    replica. torch reassembles the rows of such doubly sharded weights in the wrong order."""
     from torch.distributed.tensor import DTensor, Shard
 
-    cut = isinstance(parameter, DTensor) and any(torch_internals.is_of_several(one) for one in parameter.placements)
-    return Shard(1) if cut else None
+    is_fused = isinstance(parameter, DTensor) and any(
+        torch_internals.is_strided_shard(placement) for placement in parameter.placements
+    )
+    return Shard(1) if is_fused else None

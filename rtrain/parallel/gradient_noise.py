@@ -1,10 +1,9 @@
-"""The gradient noise scale, from norms that training has anyway: how many rows an update can have before more rows
-tell it little.
+"""Gradient noise scale, from norms that training computes anyway: the batch size beyond which more rows add little.
 
-McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1. With G the gradient over all rows, and S the variance of one
-row's gradient, summed over the parameters, the gradient over n rows has a squared norm of |G|^2 + S / n on average. The
-norms over a few rows and over many give both; the noise scale is S / |G|^2, in rows. Updates of far fewer rows are
-mostly noise, and those of far more mostly repeat each other.
+McCandlish et al. 2018 (arXiv:1812.06162), appendix A.1. Let G be the gradient over all rows, and S the variance of one
+row's gradient, summed over the parameters. The gradient over n rows has a squared norm of |G|^2 + S / n on average. The
+norms over few rows and over many give both; the noise scale is S / |G|^2, in rows. Steps with far fewer rows are mostly
+noise, and steps with far more rows mostly repeat each other.
 """
 
 import math
@@ -13,92 +12,98 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-EVERY = 8
-"""Updates from one whose rows are dealt at random to the next, in every run: these may measure."""
-PILOT = 2
-"""The same of a run that is made to measure; the updates between tell how long one takes."""
-HOW = "rtrain profile RECIPE --choose-k trains a pilot that measures it"
-KIND = "noise"
-"""The event of a measurement, with `trace` (S), `square` (|G|^2) and `rows`, those of the update."""
-LATEST = 25
-"""Measurements that the noise scale of a run is told by: it grows while a model learns."""
+DEFAULT_INTERVAL = 8
+"""Interval of steps with rows in random order, in every run: these steps may measure."""
+CALIBRATION_INTERVAL = 2
+"""The interval of a run that must measure; the steps between give the time of a step."""
+MEASURE_HINT = "rtrain profile RECIPE --choose-k trains a pilot that measures it"
+EVENT_KIND = "noise"
+"""The event of a measurement, with `trace` (S), `square` (|G|^2) and `rows`, the rows of the step."""
+MAX_MEASUREMENTS = 25
+"""Measurements for the noise scale of a run, the newest ones: the scale grows while a model learns."""
 CONFIDENCE = 0.95
 
 
-def due(number: int, every: int) -> bool:
-    """Whether the rows of update `number`, from 0, are dealt at random (`order.deal`), one in `every`; 0: none. Shares
-    of like lengths would resemble each other more than chance has it."""
-    return every > 0 and number % every == every // 2
+def has_random_rows(step: int, interval: int) -> bool:
+    """Whether the rows of step `step` (from 0) are in random order (`order.assign_micro_batches`), once per `interval`;
+    0 for never. Shares of similar lengths would resemble each other more than random ones."""
+    return interval > 0 and step % interval == interval // 2
 
 
 @dataclass(frozen=True)
-class Measured:
-    """What an update tells of S and |G|^2. Each is right on average only: either may be negative."""
+class NoiseMeasurement:
+    """Estimates of S and |G|^2 from a step. Each is right on average only and may be negative."""
 
     trace: float
     square: float
     rows: int
 
 
-def between(terms: float, workers: int, whole: float, rows: int) -> Measured | None:
-    """What the workers' gradients tell before their exchange.
+def measure_between_replicas(terms: float, num_replicas: int, sq_norm: float, num_rows: int) -> NoiseMeasurement | None:
+    """Measure from the workers' gradients before their all-reduce. None with a single replica.
 
-    `terms`: the sum over workers of |g|^2 / f, where g is what a worker adds to the update's gradient and f its share
-    of the targets; `workers`: those that have any; `whole`: the squared norm of the update's gradient. None for one.
+    Args:
+        terms: The sum over workers of |g|^2 / f, where g is a worker's addend to the step's gradient and f its share of
+            the targets.
+        num_replicas: Replicas with targets.
+        sq_norm: The squared norm of the step's gradient.
     """
-    if workers < 2:
+    if num_replicas < 2:
         return None
-    return _measured((terms - whole) / (workers - 1), whole, rows)
+    return _make_measurement((terms - sq_norm) / (num_replicas - 1), sq_norm, num_rows)
 
 
-def within(first: float, share: float, whole: float, rows: int) -> Measured | None:
-    """The scale from one worker's passes: `first` is the squared norm of what the first one adds to the update's
-    gradient, `share` its share of the targets. None if the first pass has none, or all."""
-    if not 0 < share < 1:
+def measure_within_replica(
+    first_sq_norm: float, target_share: float, sq_norm: float, num_rows: int
+) -> NoiseMeasurement | None:
+    """Measure from one worker's micro-batches. `first_sq_norm` is the squared norm of the first one's addend to the
+    step's gradient, `target_share` its share of the targets. None if that share is 0 or 1."""
+    if not 0 < target_share < 1:
         return None
-    return _measured((first / share**2 - whole) / (1 / share - 1), whole, rows)
+    return _make_measurement((first_sq_norm / target_share**2 - sq_norm) / (1 / target_share - 1), sq_norm, num_rows)
 
 
-def _measured(variance: float, whole: float, rows: int) -> Measured | None:
-    """`variance`: of the update's gradient, summed over the parameters; S is that of one row."""
-    found = Measured(variance * rows, whole - variance, rows)
-    return found if math.isfinite(found.trace) and math.isfinite(found.square) else None
+def _make_measurement(variance: float, sq_norm: float, num_rows: int) -> NoiseMeasurement | None:
+    """`variance`: the variance of the step's gradient, summed over the parameters; S is the variance of one row's."""
+    measurement = NoiseMeasurement(variance * num_rows, sq_norm - variance, num_rows)
+    return measurement if math.isfinite(measurement.trace) and math.isfinite(measurement.square) else None
 
 
 # -------------------------------------------------------------------------------------------------------- the estimate
 
 
 @dataclass(frozen=True)
-class Scale:
-    """The noise scale in rows, and where it lies with 95 % confidence."""
+class NoiseScale:
+    """The noise scale in rows, with a 95 % confidence interval."""
 
     rows: float
     low: float
     high: float | None
-    """None: there is no telling how high, as |G|^2 may be 0."""
+    """None: no upper bound, as |G|^2 may be 0."""
     measurements: int
 
 
-def measurements(log: Iterable[Mapping[str, Any]]) -> list[tuple[int, Measured]]:
-    """(update, what it told) of a run's log; what was measured again after a resume counts once."""
-    found = {event["update"]: event for event in log if event["kind"] == KIND}
+def read_measurements(log: Iterable[Mapping[str, Any]]) -> list[tuple[int, NoiseMeasurement]]:
+    """(step, measurement) of a run's log; repeated measurements after a resume count once."""
+    events_by_step = {event["step"]: event for event in log if event["kind"] == EVENT_KIND}
     return [
-        (update, Measured(*(found[update][name] for name in ("trace", "square", "rows")))) for update in sorted(found)
+        (step, NoiseMeasurement(*(events_by_step[step][name] for name in ("trace", "square", "rows"))))
+        for step in sorted(events_by_step)
     ]
 
 
-def estimate(measured: Sequence[Measured]) -> Scale | None:
-    """The ratio of the means: a mean of ratios would be that of its outliers.
+def estimate_scale(samples: Sequence[NoiseMeasurement]) -> NoiseScale | None:
+    """The ratio of the means: a mean of ratios would be dominated by outliers.
 
     The interval is Fieller's (1954): the ratios for which mean(trace - ratio x square) could be 0. None with fewer than
-    three measurements, or where the mean of |G|^2 is not above 0: more rows would be needed to see any signal.
+    three measurements, or if the mean of |G|^2 is not positive: more rows would be needed to see any signal.
     """
     from scipy.special import stdtrit
 
-    count = len(measured)
+    count = len(samples)
     if count < 3:
         return None
-    traces, squares = [one.trace for one in measured], [one.square for one in measured]
+    traces, squares = [sample.trace for sample in samples], [sample.square for sample in samples]
     trace, square = statistics.fmean(traces), statistics.fmean(squares)
     if square <= 0 or trace <= 0:
         return None
@@ -109,10 +114,10 @@ def estimate(measured: Sequence[Measured]) -> Scale | None:
     c = trace**2 - factor * statistics.variance(traces)
     root = math.sqrt(max(0.0, b * b - a * c))
     if a <= 0:  # |G|^2 could be 0
-        return Scale(trace / square, max(0.0, c / (b + root)) if b + root > 0 else 0.0, None, count)
-    return Scale(trace / square, max(0.0, (b - root) / a), (b + root) / a, count)
+        return NoiseScale(trace / square, max(0.0, c / (b + root)) if b + root > 0 else 0.0, None, count)
+    return NoiseScale(trace / square, max(0.0, (b - root) / a), (b + root) / a, count)
 
 
-def of_run(log: Iterable[Mapping[str, Any]]) -> Scale | None:
-    """The noise scale at the end of what a run's log tells."""
-    return estimate([one for _, one in measurements(log)][-LATEST:])
+def estimate_from_log(log: Iterable[Mapping[str, Any]]) -> NoiseScale | None:
+    """The noise scale at the end of a run's log."""
+    return estimate_scale([measurement for _, measurement in read_measurements(log)][-MAX_MEASUREMENTS:])

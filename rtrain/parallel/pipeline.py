@@ -1,7 +1,7 @@
-"""A replica on several workers, each of which has some of its layers: a pipeline, by torch.distributed.pipelining.
+"""Pipeline parallelism by torch.distributed.pipelining: each worker of a replica has some of its layers.
 
-All workers of a replica read its rows, so each knows how large every pass is, and the last one its targets. What goes
-from stage to stage is hidden vectors, and their gradients the other way.
+All workers of a replica read its rows, so each knows the size of every micro-batch, and the last one its targets.
+Stages send hidden states forward and their gradients backward.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -9,190 +9,207 @@ from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from rtrain.core.ragged import Tokens
+from rtrain.core.ragged import TokenBatch
 from rtrain.models import dropout, unpadded
 from rtrain.models.forward import logits_of
 from rtrain.parallel import dtensor_utils, mesh, pipeline_schedules
-from rtrain.parallel.base import Work
-from rtrain.parallel.data_parallel import Say, unsaid
-from rtrain.parallel.fsdp import Fully
-from rtrain.parallel.pipeline_stages import Staged
-from rtrain.parallel.tensor import Cut
-from rtrain.parallel.timeline import BACKWARD, FORWARD, OPTIMIZER, WAITS
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.base import MicroBatchRunnerProtocol
+from rtrain.parallel.data_parallel import EventLogger, ignore_event
+from rtrain.parallel.fsdp import FSDPStrategy
+from rtrain.parallel.pipeline_stages import PipelineStages
+from rtrain.parallel.tensor import TensorParallelStrategy
+from rtrain.parallel.timeline import BACKWARD, COMM_WAIT, FORWARD, OPTIMIZER
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
 
-FILLING = 4
-"""Passes of an update for each stage with which it hardly matters that stages wait for its first and after its last
-one (Huang et al. 2019, arXiv:1811.06965)."""
-DIMENSIONS = 4
-"""Numbers that tell the shape of logits: how many dimensions there are, and these."""
+MICRO_BATCHES_PER_STAGE = 4
+"""Micro-batches of a step per stage, so that the pipeline bubble hardly matters (Huang et al. 2019,
+arXiv:1811.06965)."""
+SHAPE_LENGTH = 4
+"""Length of the shape header of logits: the number of dimensions, and these."""
 
 
-class Pipeline(Cut):
-    """One stage of `pipeline` on each worker of a replica, with one part of the layers or several (`schedule`); or on
-    several workers, across which its layers are cut."""
+class PipelineStrategy(TensorParallelStrategy):
+    """One stage of `pipeline_parallel_size` on each worker of a replica, with one or more parts of the layers
+    (`pipeline_schedule`); or on several workers, which shard its layers."""
 
     def __init__(
         self,
         module: "torch.nn.Module",
-        watch: Watch | None = None,
-        say: Say = unsaid,
+        watchdog: Watchdog | None = None,
+        log_event: EventLogger = ignore_event,
         *,
-        pipeline: int,
-        schedule: str = "1f1b",
-        **others: Any,
+        pipeline_parallel_size: int,
+        pipeline_schedule: str = "1f1b",
+        **options: Any,
     ):
-        """`schedule`: one of `schedules.SCHEDULES`; `others`: as the classes have them that this one builds on."""
-        self._stages, self._order = pipeline, pipeline_schedules.SCHEDULES[schedule]
-        super().__init__(module, watch, say, pipeline=pipeline, **others)
-        self.passes = FILLING * pipeline
+        """`pipeline_schedule`: a key of `pipeline_schedules.SCHEDULES`; `options`: options of the base classes."""
+        self._num_stages, self._schedule = pipeline_parallel_size, pipeline_schedules.SCHEDULES[pipeline_schedule]
+        super().__init__(module, watchdog, log_event, pipeline_parallel_size=pipeline_parallel_size, **options)
+        self.min_micro_batches = MICRO_BATCHES_PER_STAGE * pipeline_parallel_size
 
-    def leave(self, module: Any) -> None:
-        self._line, self._stage = self._grid.get_group(mesh.PIPELINE), self._grid.get_local_rank(mesh.PIPELINE)
-        parts = self._stages * self._order.parts
-        self._staged = Staged(module, parts, range(self._stage, parts, self._stages))
-        self._ends = mesh.ends(self._grid) if self._staged.shares else None
-        module.forward = self._relayed
+    def drop_absent_layers(self, module: Any) -> None:
+        self._pipeline_group, self._stage_rank = (
+            self._mesh.get_group(mesh.PIPELINE),
+            self._mesh.get_local_rank(mesh.PIPELINE),
+        )
+        num_parts = self._num_stages * self._schedule.parts_per_worker
+        self._parts = PipelineStages(module, num_parts, range(self._stage_rank, num_parts, self._num_stages))
+        self._tied_group = mesh.first_and_last_group(self._mesh) if self._parts.has_shared_weights else None
+        module.forward = self._forward_stages
 
-    # ------------------------------------------------------------------------------------------------------ an update
+    # ------------------------------------------------------------------------------------------------------ a step
 
-    def run(self, passes: Sequence[Tokens], work: Work, measures: bool = False) -> None:
+    def run_micro_batches(
+        self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol, measure_noise: bool = False
+    ) -> None:
         import torch
         import torch.distributed as dist
 
-        with self.timeline.during(OPTIMIZER):
-            self.begin(measures)
-        every = self.filled(passes, work)
-        numbers = torch.arange(len(every))
-        with self.during(last=True):
+        with self.timeline.span(OPTIMIZER):
+            self.begin_step(measure_noise)
+        padded = self.pad_with_idle(micro_batches, runner)
+        numbers = torch.arange(len(padded))
+        with self.micro_batch(is_last=True):
             try:
-                self.schedule(every, work).step(
-                    *([numbers] if self._stage == 0 else []), number=numbers, target=numbers, return_outputs=False
+                self.make_schedule(padded, runner).step(
+                    *([numbers] if self._stage_rank == 0 else []), number=numbers, target=numbers, return_outputs=False
                 )
-            except RuntimeError as error:  # torch's, around whatever a forward pass raised
+            except RuntimeError as error:  # torch wraps the exception of a forward pass
                 raise error.__cause__ or error from None
-            with self.timeline.during(WAITS):
-                for gradient in (weight.grad for weight in self._staged.shared):
+            with self.timeline.span(COMM_WAIT):
+                for gradient in (weight.grad for weight in self._parts.shared_parameters):
                     assert gradient is not None
-                    dist.all_reduce(dtensor_utils.local(gradient), group=self._ends)
-        with self.timeline.during(WAITS):
-            dist.broadcast(work.sums, group=self._line, group_src=self._stages - 1)
+                    dist.all_reduce(dtensor_utils.local_tensor(gradient), group=self._tied_group)
+        with self.timeline.span(COMM_WAIT):
+            dist.broadcast(runner.loss_sums, group=self._pipeline_group, group_src=self._num_stages - 1)
 
-    def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
-        return [*passes, *[work.idle] * (self._order.passes(len(passes), self._stages) - len(passes))]
+    def pad_with_idle(
+        self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol
+    ) -> Sequence[TokenBatch]:
+        return [
+            *micro_batches,
+            *[runner.idle_tokens]
+            * (self._schedule.count_micro_batches(len(micro_batches), self._num_stages) - len(micro_batches)),
+        ]
 
-    def schedule(self, passes: Sequence[Tokens], work: Work) -> Any:
-        """torch's schedule of these passes. All send as many vectors as the largest has, which torch wants to know
-        before it receives any."""
+    def make_schedule(self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol) -> Any:
+        """torch's schedule of these micro-batches. All send tensors of the largest micro-batch's size, since torch
+        needs the shapes before it receives."""
         import torch
 
-        # Masks do not depend on the order in which the schedule makes passes.
-        seed, last = torch.initial_seed(), self._staged.parts - 1
-        most = max(unpadded.computed(self.module, tokens.lengths) for tokens in passes)
+        # Masks do not depend on the order of micro-batches in the schedule.
+        seed, last_part = torch.initial_seed(), self._parts.num_parts - 1
+        max_tokens = max(unpadded.count_computed_tokens(self.module, tokens.window_lengths) for tokens in micro_batches)
 
         def compute(part: int, received: "torch.Tensor", number: "torch.Tensor") -> "torch.Tensor":
-            tokens = passes[int(number)]
-            torch.manual_seed(dropout.seed_of(seed, part, int(number)))
-            with self._staged.at(part, self.entered(received) if part else None):
-                answer = work.answer(self.model, tokens)
-            if part == last:
-                return work.loss(answer, tokens)
-            return torch.nn.functional.pad(answer, (0, 0, 0, most - len(answer)))
+            tokens = micro_batches[int(number)]
+            torch.manual_seed(dropout.derive_seed(seed, part, int(number)))
+            with self._parts.select_part(part, self.prepare_input(received) if part else None):
+                output = runner.compute_logits(self.model, tokens)
+            if part == last_part:
+                return runner.compute_loss(output, tokens)
+            return torch.nn.functional.pad(output, (0, 0, 0, max_tokens - len(output)))
 
-        hidden = torch.empty(most, self._staged.width, dtype=self._staged.dtype, device="meta", requires_grad=True)
-        loss = torch.empty((), dtype=self._staged.dtype, device="meta", requires_grad=True)
+        hidden = torch.empty(max_tokens, self._parts.width, dtype=self._parts.dtype, device="meta", requires_grad=True)
+        loss = torch.empty((), dtype=self._parts.dtype, device="meta", requires_grad=True)
         stages = [
             _stage_class()(
                 self,
                 compute,
                 part,
                 input_args=hidden if part else torch.empty(1, dtype=torch.int64, device="meta"),
-                output_args=loss if part == last else hidden,
+                output_args=loss if part == last_part else hidden,
             )
-            for part in self._staged.own
+            for part in self._parts.local_parts
         ]
-        return pipeline_schedules.made(self._order, stages, len(passes))
+        return pipeline_schedules.make_schedule(self._schedule, stages, len(micro_batches))
 
-    def entered(self, received: "torch.Tensor") -> "torch.Tensor":
-        """What came from the stage before, as this one computes with it."""
+    def prepare_input(self, received: "torch.Tensor") -> "torch.Tensor":
+        """Convert the previous stage's output to this stage's input."""
         return received
 
     def gradients(self) -> "list[torch.Tensor]":
-        """Weights of two stages are the first one's."""
-        others = set() if self._stage == 0 else set(self._staged.shared)
-        return [one.grad for one in self.module.parameters() if one.grad is not None and one not in others]
+        """Gradients of this worker; weights shared by two stages count for the first one."""
+        duplicates = set() if self._stage_rank == 0 else set(self._parts.shared_parameters)
+        return [
+            parameter.grad
+            for parameter in self.module.parameters()
+            if parameter.grad is not None and parameter not in duplicates
+        ]
 
-    def norm(self) -> "torch.Tensor":
+    def gradient_norm(self) -> "torch.Tensor":
         import torch
         import torch.distributed as dist
 
-        own = super().norm()
-        norms = [torch.empty_like(own) for _ in range(self._stages)]
-        with self.timeline.during(WAITS):
-            dist.all_gather(norms, own, group=self._line)
+        local_norm = super().gradient_norm()
+        norms = [torch.empty_like(local_norm) for _ in range(self._num_stages)]
+        with self.timeline.span(COMM_WAIT):
+            dist.all_gather(norms, local_norm, group=self._pipeline_group)
         return torch.nn.utils.get_total_norm(norms)
 
     @property
-    def tells_noise(self) -> bool:
+    def supports_noise_scale(self) -> bool:
         return False
 
-    # --------------------------------------------------------------------------------------------- outside of updates
+    # --------------------------------------------------------------------------------------------- outside of steps
 
-    def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
-        return dtensor_utils.from_holders(
-            {name: one for name, one in tensors.items() if dtensor_utils.here(one)}, self.watch
+    def gather_full_tensors(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+        return dtensor_utils.gather_to_rank_zero(
+            {name: tensor for name, tensor in tensors.items() if dtensor_utils.is_materialized(tensor)}, self.watchdog
         )
 
-    def _relayed(self, **inputs: Any) -> Any:
-        """The network's `forward`. In an update it computes the part at work; else its parts compute one after another,
-        each on its worker, and all workers of the replica get the logits."""
+    def _forward_stages(self, **inputs: Any) -> Any:
+        """The network's `forward`. In a step it computes the current part. Otherwise the parts compute one after
+        another, each on its worker, and all workers of the replica receive the logits."""
         import torch
         import torch.distributed as dist
 
-        staged = self._staged
-        if staged.working:
-            return staged.compute(**inputs)
+        parts = self._parts
+        if parts.is_active:
+            return parts.compute(**inputs)
         logits: torch.Tensor | None = None
-        for part in staged.own:
+        for part in parts.local_parts:
             received = None
             if part:
-                received = torch.empty(
-                    inputs["input_ids"].numel(), staged.width, dtype=staged.dtype, device=staged.device
-                )
-                dist.recv(received, group=self._line, group_src=(part - 1) % self._stages)
-            with staged.at(part, received):
-                logits = logits_of(staged.compute(**inputs)).to(staged.dtype).contiguous()
-            if part < staged.parts - 1:
-                dist.send(logits, group=self._line, group_dst=(part + 1) % self._stages)
+                received = torch.empty(inputs["input_ids"].numel(), parts.width, dtype=parts.dtype, device=parts.device)
+                dist.recv(received, group=self._pipeline_group, group_src=(part - 1) % self._num_stages)
+            with parts.select_part(part, received):
+                logits = logits_of(parts.compute(**inputs)).to(parts.dtype).contiguous()
+            if part < parts.num_parts - 1:
+                dist.send(logits, group=self._pipeline_group, group_dst=(part + 1) % self._num_stages)
                 logits = None
-        return SimpleNamespace(logits=self._from_last(logits))
+        return SimpleNamespace(logits=self._broadcast_logits(logits))
 
-    def _from_last(self, logits: "torch.Tensor | None") -> "torch.Tensor":
+    def _broadcast_logits(self, logits: "torch.Tensor | None") -> "torch.Tensor":
         """The last stage's logits, on every worker of the replica."""
         import torch
         import torch.distributed as dist
 
-        shape = torch.zeros(DIMENSIONS, dtype=torch.int64, device=self._staged.device)
+        shape = torch.zeros(SHAPE_LENGTH, dtype=torch.int64, device=self._parts.device)
         if logits is not None:
             shape[: logits.dim() + 1] = torch.tensor([logits.dim(), *logits.shape])
-        dist.broadcast(shape, group=self._line, group_src=self._stages - 1)
-        count, *sizes = shape.tolist()
+        dist.broadcast(shape, group=self._pipeline_group, group_src=self._num_stages - 1)
+        num_dims, *sizes = shape.tolist()
         if logits is None:
-            logits = torch.empty(sizes[:count], dtype=self._staged.dtype, device=self._staged.device)
-        dist.broadcast(logits, group=self._line, group_src=self._stages - 1)
+            logits = torch.empty(sizes[:num_dims], dtype=self._parts.dtype, device=self._parts.device)
+        dist.broadcast(logits, group=self._pipeline_group, group_src=self._num_stages - 1)
         return logits
 
 
-class PipelineInShares(Pipeline, Fully):
-    """Replicas of pipelines that share each stage's weights, gradients and moments. Every pass gathers the layers of
-    its stage, so that all replicas make equally many."""
+class FSDPPipelineStrategy(PipelineStrategy, FSDPStrategy):
+    """Replicas of pipelines that shard each stage's weights, gradients and moments. Every micro-batch gathers the
+    layers of its stage, so all replicas compute equally many."""
 
-    def filled(self, passes: Sequence[Tokens], work: Work) -> Sequence[Tokens]:
-        number = self._order.passes(self.most(len(passes)), self._stages)
-        return [*passes, *[work.idle] * (number - len(passes))]
+    def pad_with_idle(
+        self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol
+    ) -> Sequence[TokenBatch]:
+        num_micro_batches = self._schedule.count_micro_batches(
+            self.max_over_replicas(len(micro_batches)), self._num_stages
+        )
+        return [*micro_batches, *[runner.idle_tokens] * (num_micro_batches - len(micro_batches))]
 
 
 @cache
@@ -200,8 +217,8 @@ def _stage_class() -> type[Any]:
     import torch
     from torch.distributed.pipelining import PipelineStage
 
-    class Part(torch.nn.Module):
-        """What torch takes for the module of a stage: its weights are those that `scale_grads` would divide."""
+    class StageModule(torch.nn.Module):
+        """A stage's module for torch, without parameters, so that `scale_grads` divides none."""
 
         def __init__(self, network: torch.nn.Module, compute: Any):
             super().__init__()
@@ -210,23 +227,23 @@ def _stage_class() -> type[Any]:
         def forward(self, received: torch.Tensor, number: torch.Tensor) -> Any:
             return self._compute(received, number)
 
-    class Stage(PipelineStage):
-        """A part of the network in one update, with a span and a sign of life for each pass."""
+    class TimedStage(PipelineStage):
+        """A part of the network in a step, with a span and a heartbeat for each micro-batch."""
 
-        def __init__(self, pipeline: Pipeline, compute: Any, part: int, **described: Any):
-            self._pipeline = pipeline
-            staged = pipeline._staged
-            module = Part(pipeline.module, lambda *given: compute(part, *given))
-            super().__init__(module, part, staged.parts, staged.device, group=pipeline._line, **described)
+        def __init__(self, strategy: PipelineStrategy, compute: Any, part: int, **options: Any):
+            self._strategy = strategy
+            parts = strategy._parts
+            module = StageModule(strategy.module, lambda *given: compute(part, *given))
+            super().__init__(module, part, parts.num_parts, parts.device, group=strategy._pipeline_group, **options)
 
-        def forward_one_chunk(self, *given: Any, **named: Any) -> Any:
-            self._pipeline.watch.passes()
-            with self._pipeline.timeline.during(FORWARD):
-                return super().forward_one_chunk(*given, **named)
+        def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            self._strategy.watchdog.start_micro_batch()
+            with self._strategy.timeline.span(FORWARD):
+                return super().forward_one_chunk(*args, **kwargs)
 
-        def backward_one_chunk(self, *given: Any, **named: Any) -> Any:
-            self._pipeline.watch.passes()
-            with self._pipeline.timeline.during(BACKWARD):
-                return super().backward_one_chunk(*given, **named)
+        def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+            self._strategy.watchdog.start_micro_batch()
+            with self._strategy.timeline.span(BACKWARD):
+                return super().backward_one_chunk(*args, **kwargs)
 
-    return Stage
+    return TimedStage

@@ -1,82 +1,91 @@
-"""The orders in which passes go through the stages of a pipeline, and what no pipeline can do. Pure."""
+"""Pipeline schedules, and constraints of pipelines. Pure."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rtrain.config import Train
+from rtrain.config import TrainConfig
 from rtrain.core.errors import Problem
 from rtrain.models import tp_plan
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import schedules
 
-LAYERS = ("num_hidden_layers", "n_layers")
-"""Names by which configurations call the number of encoder layers."""
+LAYER_COUNT_KEYS = ("num_hidden_layers", "n_layers")
+"""Configuration keys of the number of encoder layers."""
 
 
 @dataclass(frozen=True)
-class Schedule:
-    """By a class of torch.distributed.pipelining."""
+class PipelineSchedule:
+    """A schedule by a class of torch.distributed.pipelining."""
 
-    kind: str
-    """The class's name."""
-    parts: int = 1
-    """Parts of the network that each worker has."""
-    fills: bool = True
-    """Whether each update needs as many passes as there are stages, or a multiple of them; else any number will do."""
+    class_name: str
+    """Name of the class."""
+    parts_per_worker: int = 1
+    """Parts of the network on each worker."""
+    needs_full_rounds: bool = True
+    """Whether each step needs a multiple of the number of stages as micro-batches."""
 
-    def passes(self, made: int, stages: int) -> int:
-        """How many passes an update has, of which `made` have rows."""
-        if not self.fills:
-            return max(1, made)
-        return max(stages, made) if self.parts == 1 else -(-max(1, made) // stages) * stages
+    def count_micro_batches(self, num_filled: int, num_stages: int) -> int:
+        """Number of micro-batches of a step with `num_filled` nonempty ones."""
+        if not self.needs_full_rounds:
+            return max(1, num_filled)
+        return (
+            max(num_stages, num_filled)
+            if self.parts_per_worker == 1
+            else -(-max(1, num_filled) // num_stages) * num_stages
+        )
 
 
-SCHEDULES: Mapping[str, Schedule] = {
+SCHEDULES: Mapping[str, PipelineSchedule] = {
     # Huang et al. 2019, arXiv:1811.06965
-    "gpipe": Schedule("ScheduleGPipe", fills=False),
+    "gpipe": PipelineSchedule("ScheduleGPipe", needs_full_rounds=False),
     # Narayanan et al. 2019, arXiv:1806.03377; 2021, arXiv:2104.04473
-    "1f1b": Schedule("Schedule1F1B"),
-    "interleaved": Schedule("ScheduleInterleaved1F1B", parts=2),
+    "1f1b": PipelineSchedule("Schedule1F1B"),
+    "interleaved": PipelineSchedule("ScheduleInterleaved1F1B", parts_per_worker=2),
 }
-"""By `train.schedule`."""
+"""By `train.pipeline_schedule`."""
 
 
-def made(schedule: Schedule, stages: list[Any], passes: int) -> "schedules.PipelineScheduleSingle":
-    """torch's schedule of an update, for a worker's `stages`, of which the last one computes the loss."""
+def make_schedule(
+    schedule: PipelineSchedule, stages: list[Any], num_micro_batches: int
+) -> "schedules.PipelineScheduleSingle":
+    """torch's schedule of a step, for a worker's stages; the last stage computes the loss."""
     from torch.distributed import pipelining
 
-    kind = getattr(pipelining, schedule.kind)
-    # Losses are sums: torch would divide the gradient by the number of passes.
-    found: schedules.PipelineScheduleSingle = kind(
-        stages if schedule.parts > 1 else stages[0], passes, loss_fn=_same, scale_grads=False
+    schedule_class = getattr(pipelining, schedule.class_name)
+    # Losses are sums, and torch would divide the gradient by the number of micro-batches.
+    torch_schedule: schedules.PipelineScheduleSingle = schedule_class(
+        stages if schedule.parts_per_worker > 1 else stages[0],
+        num_micro_batches,
+        loss_fn=_identity_loss,
+        scale_grads=False,
     )
-    return found
+    return torch_schedule
 
 
-def _same(loss: Any, _: Any) -> Any:
+def _identity_loss(loss: Any, _: Any) -> Any:
     return loss
 
 
-def problems(train: Train, config: Mapping[str, Any]) -> list[Problem]:
-    """What is in the way of `train.pipeline` of more than one stage, for a model with these settings (config.json)."""
-    stages, schedule = train.pipeline, SCHEDULES[train.schedule]
-    kind = config.get("model_type")
-    if kind not in tp_plan.CUTS:
-        reason = f"models of the type {kind} are not cut into stages, only those of {', '.join(tp_plan.CUTS)}"
-        return [Problem("train.pipeline", stages, reason, "write 1", code="unsupported_model")]
-    found = []
-    if train.tensor == 1 and train.workers % stages:
-        able = [one for one in range(1, train.workers + 1) if train.workers % one == 0]
-        fix = f"write {' or '.join(map(str, able))}, or train.workers={stages}"
+def check_pipeline(train: TrainConfig, config: Mapping[str, Any]) -> list[Problem]:
+    """Problems of `train.pipeline_parallel_size` above 1 for a model with these settings (config.json)."""
+    num_stages, schedule = train.pipeline_parallel_size, SCHEDULES[train.pipeline_schedule]
+    model_type = config.get("model_type")
+    if model_type not in tp_plan.TP_PLANS:
+        reason = f"models of the type {model_type} are not cut into stages, only those of {', '.join(tp_plan.TP_PLANS)}"
+        return [Problem("train.pipeline_parallel_size", num_stages, reason, "write 1", code="unsupported_model")]
+    problems = []
+    if train.tensor_parallel_size == 1 and train.workers % num_stages:
+        divisors = [divisor for divisor in range(1, train.workers + 1) if train.workers % divisor == 0]
+        fix = f"write {' or '.join(map(str, divisors))}, or train.workers={num_stages}"
         reason = f"it does not divide train.workers={train.workers}"
-        found.append(Problem("train.pipeline", stages, reason, fix, code="not_divisible"))
-    layers = next((config[name] for name in LAYERS if name in config), None)
-    if layers is not None and layers < stages * schedule.parts:
-        each = f"{schedule.parts} parts each" if schedule.parts > 1 else "a layer each"
-        others = ", or train.schedule=1f1b" if layers >= stages else ""
-        fix = f"write {max(1, layers // schedule.parts)} or less{others}"
-        reason = f"the model's {layers} layers are not enough for {stages} stages of {each}"
-        found.append(Problem("train.pipeline", stages, reason, fix, code="too_few_layers"))
-    return found
+        problems.append(Problem("train.pipeline_parallel_size", num_stages, reason, fix, code="not_divisible"))
+    num_layers = next((config[name] for name in LAYER_COUNT_KEYS if name in config), None)
+    if num_layers is not None and num_layers < num_stages * schedule.parts_per_worker:
+        parts_text = f"{schedule.parts_per_worker} parts each" if schedule.parts_per_worker > 1 else "a layer each"
+        alternative = ", or train.pipeline_schedule=1f1b" if num_layers >= num_stages else ""
+        fix = f"write {max(1, num_layers // schedule.parts_per_worker)} or less{alternative}"
+        reason = f"the model's {num_layers} layers are not enough for {num_stages} stages of {parts_text}"
+        problems.append(Problem("train.pipeline_parallel_size", num_stages, reason, fix, code="too_few_layers"))
+    return problems

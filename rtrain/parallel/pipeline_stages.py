@@ -1,8 +1,8 @@
-"""A network in parts, one for each stage of a pipeline: a worker keeps the weights of its own parts and computes these.
+"""A network in parts, one for each pipeline stage: a worker keeps the weights of its own parts and computes them.
 
-The first part begins with the embeddings, the last one ends with the head. Weights that a worker does not keep are on
-torch's meta device: their names, shapes and order stay those of the whole network, which optimizers, checkpoints and
-artefacts are made by.
+The first part begins with the embeddings, the last one ends with the head. Weights of other workers are on the meta
+device: their names, shapes and order stay as in the full network, because optimizers, checkpoints and artifacts
+need them.
 """
 
 import contextlib
@@ -17,132 +17,138 @@ from rtrain.parallel import dtensor_utils
 if TYPE_CHECKING:
     import torch
 
-ENTRANCE = ("embeddings", "embeddings_project")
-"""Names of what an encoder has before its layers; ELECTRA has both."""
+EMBEDDING_NAMES = ("embeddings", "embeddings_project")
+"""Names of an encoder's modules before its layers; ELECTRA has both."""
 
 
-def ranges(layers: int, parts: int) -> list[range]:
-    """The layers of each part. Where they are not even, the first parts have the fewer: these also keep the embeddings,
-    and the most passes at a time."""
-    return [range(*ends) for ends in pairwise(layers * part // parts for part in range(parts + 1))]
+def layer_ranges(num_layers: int, num_parts: int) -> list[range]:
+    """The layers of each part. The first parts have fewer layers if the split is uneven: they also keep the embeddings
+    and the most micro-batches at a time."""
+    return [range(*ends) for ends in pairwise(num_layers * part // num_parts for part in range(num_parts + 1))]
 
 
-class Staged:
-    """What a worker has of a network, whose layers `layerwise.layers` finds. The network is changed in place."""
+class PipelineStages:
+    """A worker's parts of a network, whose layers `layerwise_lr.find_layers` finds. The network is changed in place."""
 
-    def __init__(self, network: Any, parts: int, own: Collection[int]):
-        """`own`: numbers of the parts, of so many, that this worker keeps."""
-        self.network, self.parts, self.own = network, parts, sorted(own)
+    def __init__(self, network: Any, num_parts: int, local_parts: Collection[int]):
+        """`local_parts`: the parts that this worker keeps, of `num_parts`."""
+        self.network, self.num_parts, self.local_parts = network, num_parts, sorted(local_parts)
         self.width: int = network.config.hidden_size
-        self._at: int | None = None
+        self._current_part: int | None = None
         self._received: torch.Tensor | None = None
-        self._whole = network.forward
-        """The network's own way to compute."""
-        places = _places(network, parts)
-        owners = _owners(network, places, last=parts - 1)
-        kept = {one: found for one, found in owners.items() if found & set(own)}
-        _leave(network, kept)
-        dtensor_utils.leave_file(network)
-        common = {one for one, found in kept.items() if len(found) > 1}
-        self._shared = [name for name, one in network.named_parameters() if one in common]
-        self.shares = any(len(found) > 1 for found in owners.values())
+        self._network_forward = network.forward
+        """The network's original `forward`."""
+        parts_by_module = _parts_by_module(network, num_parts)
+        parts_by_parameter = _parts_by_parameter(network, parts_by_module, last_part=num_parts - 1)
+        local_parameters = {
+            parameter: found for parameter, found in parts_by_parameter.items() if found & set(local_parts)
+        }
+        _move_others_to_meta(network, local_parameters)
+        dtensor_utils.copy_from_file(network)
+        shared = {parameter for parameter, found in local_parameters.items() if len(found) > 1}
+        self._shared_names = [name for name, parameter in network.named_parameters() if parameter in shared]
+        self.has_shared_weights = any(len(found) > 1 for found in parts_by_parameter.values())
         """Whether there are such weights, on this worker or others."""
         encoder = network.base_model
-        encoder.embeddings.forward = partial(self._enter, encoder.embeddings.forward)
-        for module in {*encoder.children(), *_layers(network)} - {encoder.embeddings}:
-            # What has no weights is no part of the way: ModernBERT's positions, of which each layer reads some.
-            if (part := places.get(module)) is not None and any(True for _ in module.parameters()):
-                module.forward = partial(self._pass_by, module.forward, part)
+        encoder.embeddings.forward = partial(self._embed_or_receive, encoder.embeddings.forward)
+        for module in {*encoder.children(), *_encoder_layers(network)} - {encoder.embeddings}:
+            # Modules without weights are needed by every part, e.g. ModernBERT's rotary positions.
+            if (part := parts_by_module.get(module)) is not None and any(True for _ in module.parameters()):
+                module.forward = partial(self._skip_other_parts, module.forward, part)
 
     @property
-    def shared(self) -> "list[torch.nn.Parameter]":
-        """Weights of this worker that the first and the last part have in common: words, of a tied head."""
-        return [self.network.get_parameter(name) for name in self._shared]
+    def shared_parameters(self) -> "list[torch.nn.Parameter]":
+        """Weights of this worker that the first and the last part share: word embeddings of a tied head."""
+        return [self.network.get_parameter(name) for name in self._shared_names]
 
     @property
     def device(self) -> "torch.device":
-        return dtensor_utils.device(self.network)
+        return dtensor_utils.module_device(self.network)
 
     @property
     def dtype(self) -> "torch.dtype":
-        """In which parts send to each other."""
-        found: torch.dtype = next(one.dtype for one in self.network.parameters() if dtensor_utils.here(one))
-        return found
+        """The dtype that parts send to each other."""
+        dtype: torch.dtype = next(
+            parameter.dtype for parameter in self.network.parameters() if dtensor_utils.is_materialized(parameter)
+        )
+        return dtype
 
     @contextlib.contextmanager
-    def at(self, part: int, received: "torch.Tensor | None") -> Iterator[None]:
-        """Inside, `compute` computes this part. `received`: what the part before it gave, [tokens or more, width]."""
-        self._at, self._received = part, received
+    def select_part(self, part: int, received: "torch.Tensor | None") -> Iterator[None]:
+        """Make `compute` compute this part inside the block. `received`: the previous part's output, [tokens or more,
+        width]."""
+        self._current_part, self._received = part, received
         try:
             yield
         finally:
-            # Layers that are computed again in the backward pass are so whatever part is the next one.
-            self._at = self._received = None
+            # Recomputed layers of the backward pass belong to this part, whichever part is current then.
+            self._current_part = self._received = None
 
     def compute(self, **inputs: Any) -> Any:
-        """The part at work: what the network answers of the last one, else hidden vectors as logits [tokens, width], of
-        padding too."""
+        """Compute the current part: the network's output for the last part, otherwise hidden states as logits [tokens,
+        width], including padding."""
         from transformers.modeling_outputs import TokenClassifierOutput
 
-        if self._at == self.parts - 1:
-            return self._whole(**inputs)
-        # Not by a call: hooks make of the last layer's answers what the head reads.
+        if self._current_part == self.num_parts - 1:
+            return self._network_forward(**inputs)
+        # Not by a call: hooks would convert the last layer's outputs to the head's inputs.
         hidden = self.network.base_model.forward(**inputs).last_hidden_state
-        # In a form in which `fully_shard` finds the tensor, before whose gradient it gathers weights.
+        # A form in which `fully_shard` finds the tensor; it gathers weights before the tensor's gradient.
         return TokenClassifierOutput(logits=hidden.flatten(0, 1).to(self.dtype))
 
     @property
-    def working(self) -> bool:
-        return self._at is not None
+    def is_active(self) -> bool:
+        return self._current_part is not None
 
-    def _enter(self, embed: Any, *positional: Any, **named: Any) -> Any:
+    def _embed_or_receive(self, embed: Any, *args: Any, **kwargs: Any) -> Any:
         if self._received is None:
-            return embed(*positional, **named)
-        ids = named["input_ids"] if "input_ids" in named else positional[0]
+            return embed(*args, **kwargs)
+        ids = kwargs["input_ids"] if "input_ids" in kwargs else args[0]
         return self._received[: ids.numel()].view(*ids.shape, -1)
 
-    def _pass_by(self, forward: Any, part: int, values: Any, *positional: Any, **named: Any) -> Any:
-        return forward(values, *positional, **named) if self._at in (None, part) else values
+    def _skip_other_parts(self, forward: Any, part: int, values: Any, *args: Any, **kwargs: Any) -> Any:
+        return forward(values, *args, **kwargs) if self._current_part in (None, part) else values
 
 
-def _layers(network: Any) -> "torch.nn.ModuleList":
-    found = layerwise_lr.layers(network.base_model)
-    assert found is not None  # `schedules` knows the architectures
-    return found
+def _encoder_layers(network: Any) -> "torch.nn.ModuleList":
+    layers = layerwise_lr.find_layers(network.base_model)
+    assert layers is not None  # `pipeline_schedules` has checked the architectures
+    return layers
 
 
-def _places(network: Any, parts: int) -> "dict[torch.nn.Module, int]":
-    """The part of each module in which all weights are of one part; the others' own weights are of the last part."""
-    encoder, layers = network.base_model, _layers(network)
-    found: dict[torch.nn.Module, int] = {}
-    for part, numbers in enumerate(ranges(len(layers), parts)):
+def _parts_by_module(network: Any, num_parts: int) -> "dict[torch.nn.Module, int]":
+    """The part of each module whose weights all belong to one part; weights of other modules belong to the last
+    part."""
+    encoder, layers = network.base_model, _encoder_layers(network)
+    parts_by_module: dict[torch.nn.Module, int] = {}
+    for part, numbers in enumerate(layer_ranges(len(layers), num_parts)):
         for number in numbers:
-            found |= dict.fromkeys(layers[number].modules(), part)
+            parts_by_module |= dict.fromkeys(layers[number].modules(), part)
     for name, module in encoder.named_children():
-        if not any(one is layers for one in module.modules()):
-            found |= dict.fromkeys(module.modules(), 0 if name in ENTRANCE else parts - 1)
-    return found
+        if not any(submodule is layers for submodule in module.modules()):
+            parts_by_module |= dict.fromkeys(module.modules(), 0 if name in EMBEDDING_NAMES else num_parts - 1)
+    return parts_by_module
 
 
-def _owners(
-    network: "torch.nn.Module", places: "Mapping[torch.nn.Module, int]", last: int
+def _parts_by_parameter(
+    network: "torch.nn.Module", parts_by_module: "Mapping[torch.nn.Module, int]", last_part: int
 ) -> "dict[torch.nn.Parameter, set[int]]":
-    """The parts that have each weight; a tied one has two places."""
-    found: dict[torch.nn.Parameter, set[int]] = {}
+    """The parts of each weight; a tied weight has two."""
+    parts_by_parameter: dict[torch.nn.Parameter, set[int]] = {}
     for module in network.modules():
         for parameter in module.parameters(recurse=False):
-            found.setdefault(parameter, set()).add(places.get(module, last))
-    return found
+            parts_by_parameter.setdefault(parameter, set()).add(parts_by_module.get(module, last_part))
+    return parts_by_parameter
 
 
-def _leave(network: "torch.nn.Module", kept: "Collection[torch.nn.Parameter]") -> None:
-    """Put all other weights on the meta device; what is tied stays so."""
+def _move_others_to_meta(network: "torch.nn.Module", local_parameters: "Collection[torch.nn.Parameter]") -> None:
+    """Move all other weights to the meta device; tied weights stay tied."""
     import torch
 
     absent: dict[torch.nn.Parameter, torch.nn.Parameter] = {}
     for module in network.modules():
-        for name, one in list(module.named_parameters(recurse=False)):
-            if one not in kept:
-                if one not in absent:
-                    absent[one] = torch.nn.Parameter(one.detach().to("meta"), one.requires_grad)
-                module.register_parameter(name, absent[one])
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if parameter not in local_parameters:
+                if parameter not in absent:
+                    absent[parameter] = torch.nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+                module.register_parameter(name, absent[parameter])

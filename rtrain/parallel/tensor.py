@@ -1,4 +1,4 @@
-"""A replica on several workers: its layers are cut across them by torch's tensor parallelism."""
+"""Tensor parallelism: a replica on several workers, which shard its layers."""
 
 import contextlib
 from collections.abc import Iterator, Mapping
@@ -7,75 +7,75 @@ from typing import TYPE_CHECKING, Any
 from rtrain import torch_internals
 from rtrain.models import layerwise_lr, tp_plan
 from rtrain.parallel import collectives, dtensor_utils, mesh
-from rtrain.parallel.data_parallel import Say, unsaid
-from rtrain.parallel.model_parallel import Parted
-from rtrain.parallel.sparse_embedding import table_of
-from rtrain.parallel.timeline import WAITS
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.data_parallel import EventLogger, ignore_event
+from rtrain.parallel.model_parallel import ModelParallelStrategy
+from rtrain.parallel.sparse_embedding import find_embedding
+from rtrain.parallel.timeline import COMM_WAIT
+from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Cut(Parted):
-    """A share of the layers on each of `tensor` workers, which together are a replica.
+class TensorParallelStrategy(ModelParallelStrategy):
+    """A shard of the layers on each of `tensor_parallel_size` workers, which form a replica.
 
-    All workers of a replica compute the same rows. Weights that are not cut, such as normalisations, get the same
-    gradient on all of them, so that gradients are exchanged between replicas alone.
+    All workers of a replica compute the same rows. Unsharded weights, such as normalizations, get the same gradient on
+    all of them, so gradients are synchronized between replicas only.
     """
 
     def __init__(
         self,
         module: "torch.nn.Module",
-        watch: Watch | None = None,
-        say: Say = unsaid,
+        watchdog: Watchdog | None = None,
+        log_event: EventLogger = ignore_event,
         *,
-        tensor: int = 1,
-        sequence: bool = False,
-        **others: Any,
+        tensor_parallel_size: int = 1,
+        sequence_parallel: bool = False,
+        **options: Any,
     ):
-        """`sequence`: between layers' products, each worker of a replica has some of the tokens. `others`: as `Parted`
-        has them."""
-        super().__init__(module, watch, say, tensor=tensor, **others)
-        self._cut = tensor > 1
-        self.leave(module)
-        if self._cut:
-            cut_layers(module, self._grid[mesh.TENSOR], sequence)
+        """`sequence_parallel`: shard the tokens between layers' products; `options`: options of
+        `ModelParallelStrategy`."""
+        super().__init__(module, watchdog, log_event, tensor_parallel_size=tensor_parallel_size, **options)
+        self._is_split = tensor_parallel_size > 1
+        self.drop_absent_layers(module)
+        if self._is_split:
+            parallelize_layers(module, self._mesh[mesh.TENSOR], sequence_parallel)
 
-    def leave(self, module: Any) -> None:
-        """Put away what of the network other workers of the replica have, before the rest is cut."""
+    def drop_absent_layers(self, module: Any) -> None:
+        """Drop the parts of the network that other workers of the replica have, before the rest is sharded."""
 
     @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        with self.sums_told(), super().during(last):
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        with self.record_waits(), super().micro_batch(is_last):
             yield
 
-    def sums_told(self) -> "contextlib.AbstractContextManager[None]":
-        """Inside, the timeline is told for how long this worker waits for the sums of its replica's workers."""
-        if not self._cut:
+    def record_waits(self) -> "contextlib.AbstractContextManager[None]":
+        """Record waits for the collectives of this worker's replica in the timeline, inside the block."""
+        if not self._is_split:
             return contextlib.nullcontext()
-        return torch_internals.around_waits(lambda: self.timeline.during(WAITS))
+        return torch_internals.wrap_collective_waits(lambda: self.timeline.span(COMM_WAIT))
 
-    def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+    def gather_full_tensors(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
         for name, tensor in tensors.items():
-            self.watch.alive()
-            found = dtensor_utils.full(tensor)
-            if collectives.first():
-                yield name, found
+            self.watchdog.heartbeat()
+            full = dtensor_utils.full_tensor(tensor)
+            if collectives.is_rank_zero():
+                yield name, full
 
-    def most(self, passes: int) -> int:
-        """The most passes that any replica makes."""
+    def max_over_replicas(self, num_micro_batches: int) -> int:
+        """The largest number of micro-batches of a replica."""
         import torch
         import torch.distributed as dist
 
-        found = torch.tensor([passes], dtype=torch.int64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._group)
-        return int(found.item())
+        maximum = torch.tensor([num_micro_batches], dtype=torch.int64)
+        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self._group)
+        return int(maximum.item())
 
 
-def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
-    """Cut the encoder's layers, and its table of words where nothing else is tied to it, across the workers of
+def parallelize_layers(module: Any, group: "DeviceMesh", sequence_parallel: bool) -> None:
+    """Shard the encoder's layers, and its word embedding unless it is tied to another module, across the workers of
     `group`; and the tokens between the layers' products."""
     import torch
     from torch.distributed.tensor import Replicate, Shard
@@ -88,60 +88,74 @@ def cut_layers(module: Any, group: "DeviceMesh", sequence: bool) -> None:
         parallelize_module,
     )
 
-    cut, table, found = tp_plan.CUTS[module.config.model_type], table_of(module), layerwise_lr.layers(module.base_model)
-    assert found is not None  # `cuts` knows the architectures
-    layers = torch.nn.ModuleList(layer for layer in found if all(map(dtensor_utils.here, layer.parameters())))
-    trained = {name: one.requires_grad for name, one in module.named_parameters()}
-    plan: dict[str, Any] = {name: ColwiseParallel() for name in cut.by_outputs}
-    plan |= {name: _of_several(parts) for name, parts in cut.several.items()}
-    plan |= {name: RowwiseParallel() for name in cut.by_inputs}
-    if sequence:
-        every, own = (Replicate(),), (Shard(1),)
-        # As DTensors, which know how many tokens there are: the workers may have unequally many.
-        plan |= {name: RowwiseParallel(output_layouts=own[0], use_local_output=False) for name in cut.by_inputs}
-        plan |= {name: SequenceParallel() for name in cut.norms}
+    layer_plan, embedding, encoder_layers = (
+        tp_plan.TP_PLANS[module.config.model_type],
+        find_embedding(module),
+        layerwise_lr.find_layers(module.base_model),
+    )
+    assert encoder_layers is not None  # `tp_plan` has checked the architectures
+    layers = torch.nn.ModuleList(
+        layer for layer in encoder_layers if all(map(dtensor_utils.is_materialized, layer.parameters()))
+    )
+    requires_grad_by_name = {name: parameter.requires_grad for name, parameter in module.named_parameters()}
+    plan: dict[str, Any] = {name: ColwiseParallel() for name in layer_plan.colwise}
+    plan |= {name: _fused_colwise(parts) for name, parts in layer_plan.fused_outputs.items()}
+    plan |= {name: RowwiseParallel() for name in layer_plan.rowwise}
+    if sequence_parallel:
+        replicated, split_tokens = (Replicate(),), (Shard(1),)
+        # As DTensors, which know the number of tokens: workers may have unequal shares.
         plan |= {
-            name: PrepareModuleInput(input_layouts=own, desired_input_layouts=every, use_local_output=True)
-            for name in cut.whole
+            name: RowwiseParallel(output_layouts=split_tokens[0], use_local_output=False) for name in layer_plan.rowwise
         }
-        first = PrepareModuleOutput(output_layouts=every, desired_output_layouts=own, use_local_output=False)
+        plan |= {name: SequenceParallel() for name in layer_plan.norms}
+        plan |= {
+            name: PrepareModuleInput(
+                input_layouts=split_tokens, desired_input_layouts=replicated, use_local_output=True
+            )
+            for name in layer_plan.full_sequence
+        }
+        embedding_output = PrepareModuleOutput(
+            output_layouts=replicated, desired_output_layouts=split_tokens, use_local_output=False
+        )
         encoder = module.base_model
-        parallelize_module(getattr(encoder, "embeddings_project", encoder.embeddings), group, first)
-        parallelize_module(layers[-1], group, PrepareModuleOutput(output_layouts=own, desired_output_layouts=every))
-        tp_plan.drop_apart(layers, group.get_local_rank())
+        parallelize_module(getattr(encoder, "embeddings_project", encoder.embeddings), group, embedding_output)
+        parallelize_module(
+            layers[-1], group, PrepareModuleOutput(output_layouts=split_tokens, desired_output_layouts=replicated)
+        )
+        tp_plan.use_local_dropout(layers, group.get_local_rank())
     for layer in layers:
         parallelize_module(layer, group, plan)
-    if table is not None and dtensor_utils.here(table[1].weight):
-        parallelize_module(table[1], group, RowwiseParallel(input_layouts=Replicate()))
-    for name, one in module.named_parameters():
-        one.requires_grad_(trained[name])  # torch's sequence parallelism forgets it
-    tp_plan.drop_inside(module, layers, group.get_local_rank())
-    tp_plan.keep_heads(module, group.size(), group.get_local_rank())
-    dtensor_utils.leave_file(module)
+    if embedding is not None and dtensor_utils.is_materialized(embedding[1].weight):
+        parallelize_module(embedding[1], group, RowwiseParallel(input_layouts=Replicate()))
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(requires_grad_by_name[name])  # torch's sequence parallelism omits it
+    tp_plan.use_local_inner_dropout(module, layers, group.get_local_rank())
+    tp_plan.shard_heads(module, group.size(), group.get_local_rank())
+    dtensor_utils.copy_from_file(module)
 
 
-def _of_several(parts: int) -> Any:
-    """How a linear layer is cut whose outputs are so many vectors after each other, of each of which a worker computes
-    its share. torch computes with tensors that are cut in this way as if each worker had all of them."""
+def _fused_colwise(num_parts: int) -> Any:
+    """Shards a linear layer with fused outputs: several concatenated vectors. Each worker computes its share of each.
+    torch treats tensors with this sharding as replicated."""
     from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
     from torch.distributed.tensor.parallel import ParallelStyle
 
-    class OfSeveral(ParallelStyle):
+    class FusedColwiseParallel(ParallelStyle):
         def _apply(self, module: Any, device_mesh: Any) -> Any:
             def compute(values: "torch.Tensor") -> "torch.Tensor":
-                # What the workers give this layer's input adds up: each has some of its outputs.
-                every = DTensor.from_local(values, device_mesh, [Replicate()], run_check=False)
+                # The workers' gradients of this layer's input are summed: each worker has some of the layer's outputs.
+                replicated = DTensor.from_local(values, device_mesh, [Replicate()], run_check=False)
                 bias = None if module.bias is None else module.bias.to_local()
-                own = every.to_local(grad_placements=[Partial()])
-                return torch.nn.functional.linear(own, module.weight.to_local(), bias)
+                local_values = replicated.to_local(grad_placements=[Partial()])
+                return torch.nn.functional.linear(local_values, module.weight.to_local(), bias)
 
             import torch
 
-            how = [torch_internals.shares_of_several(0, parts)]
-            for name, one in list(module.named_parameters(recurse=False)):
-                share = distribute_tensor(one.detach(), device_mesh, how, src_data_rank=None)
-                module.register_parameter(name, torch.nn.Parameter(share, one.requires_grad))
+            placements = [torch_internals.make_strided_shard(0, num_parts)]
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                shard = distribute_tensor(parameter.detach(), device_mesh, placements, src_data_rank=None)
+                module.register_parameter(name, torch.nn.Parameter(shard, parameter.requires_grad))
             module.forward = compute
             return module
 
-    return OfSeveral()
+    return FusedColwiseParallel()

@@ -1,4 +1,4 @@
-"""What a worker does when, within an update: spans of its monotonic clock, by what they are for."""
+"""Timeline of a worker within a step: spans of its monotonic clock, by kind."""
 
 import time
 from collections import deque
@@ -6,49 +6,49 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 FORWARD, BACKWARD, OPTIMIZER = "forward", "backward", "optimizer"
-"""Spans of an update in which the worker computes."""
-WAITS = "exchange"
-"""Spans in which the worker stands still for an exchange."""
-SENDS = "sending"
-"""Spans from the start of a part of an exchange to its end; the worker computes beside it or waits for it."""
+"""Spans in which the worker computes."""
+COMM_WAIT = "comm_wait"
+"""Spans in which the worker waits for communication."""
+COMM_ASYNC = "comm_async"
+"""Spans from the start of an asynchronous collective to its end; the worker computes or waits meanwhile."""
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     kind: str
     start: int
     """Nanoseconds, of a clock that is the same for all processes of a machine."""
     stop: int
 
 
-MOST = 1 << 16
-"""Spans that are kept where nobody takes them; an update of a thousand passes has two thousand."""
+MAX_SPANS = 1 << 16
+"""Largest number of kept spans if nobody reads them; a step of a thousand micro-batches has two thousand."""
 
 
 class Timeline:
-    """The spans of one worker since they were last taken. It is always kept: a span costs a microsecond."""
+    """The spans of one worker since the last read. It is always on: a span costs a microsecond."""
 
     def __init__(self, now: Callable[[], int] = time.perf_counter_ns):
         self.now = now
-        self.settle: Callable[[], None] | None = None
-        """Called before a span ends: on a GPU, a profile waits there for the kernels that the span has launched."""
-        self._spans: deque[Span] = deque(maxlen=MOST)
+        self.synchronize: Callable[[], None] | None = None
+        """Called before a span ends. On a GPU, a profile waits there for the kernels of the span."""
+        self._spans: deque[TimeSpan] = deque(maxlen=MAX_SPANS)
 
-    def during(self, kind: str) -> "_During":
-        """Around what is to be a span."""
-        return _During(self, kind)
+    def span(self, kind: str) -> "_SpanContext":
+        """Record a span around the block."""
+        return _SpanContext(self, kind)
 
-    def add(self, kind: str, start: int, stop: int) -> None:
-        """A span that was measured elsewhere; any thread may add one."""
-        self._spans.append(Span(kind, start, stop))
+    def add_span(self, kind: str, start: int, stop: int) -> None:
+        """Add a span that was measured elsewhere, from any thread."""
+        self._spans.append(TimeSpan(kind, start, stop))
 
-    def take(self) -> list[Span]:
-        """All spans since the last call, in the order of their ends."""
-        taken, self._spans = self._spans, deque(maxlen=MOST)
-        return list(taken)
+    def pop_spans(self) -> list[TimeSpan]:
+        """Return all spans since the last call, in the order of their ends."""
+        spans, self._spans = self._spans, deque(maxlen=MAX_SPANS)
+        return list(spans)
 
 
-class _During:
-    """A context manager; one that `contextlib` makes would take three times as long."""
+class _SpanContext:
+    """A context manager; `contextlib`'s takes three times as long."""
 
     __slots__ = ("_kind", "_start", "_timeline")
 
@@ -60,6 +60,6 @@ class _During:
 
     def __exit__(self, *_: object) -> None:
         timeline = self._timeline
-        if timeline.settle is not None:
-            timeline.settle()
-        timeline.add(self._kind, self._start, timeline.now())
+        if timeline.synchronize is not None:
+            timeline.synchronize()
+        timeline.add_span(self._kind, self._start, timeline.now())

@@ -1,7 +1,7 @@
-"""How workers take the mean of their gradients: by the process group's sums, in fewer bits where that is asked for.
+"""All-reduce of gradients by the process group, optionally in fewer bits.
 
-torch's `bf16_compress_hook` halves the bytes too, but not those of the word embedding's touched rows, which do not pass
-it, and it does not say what was lost.
+torch's `bf16_compress_hook` halves the bytes too, but not those of the word embedding's touched rows, which bypass it,
+and it does not report the error.
 """
 
 import math
@@ -14,122 +14,127 @@ if TYPE_CHECKING:
 
     Future = torch.futures.Future[torch.Tensor]
 
-SMALL = 1 << 16
-"""Tensors with fewer elements are sent together, as one."""
-KINDS = {"none": None, "bf16": "bfloat16"}
-"""The name of the type in which gradients are sent, by `train.gradient_compression`. None: they keep their own type."""
+MIN_SEPARATE_ELEMENTS = 1 << 16
+"""Tensors with fewer elements are sent together."""
+COMM_DTYPES = {"none": None, "bf16": "bfloat16"}
+"""Name of the dtype on the wire, by `train.gradient_compression`; None keeps the gradient's own."""
 
 
-def sent_type(setting: str) -> "torch.dtype | None":
+def resolve_comm_dtype(setting: str) -> "torch.dtype | None":
     import torch
 
-    name = KINDS[setting]
+    name = COMM_DTYPES[setting]
     return None if name is None else getattr(torch, name)
 
 
-class Stock:
-    """Sums by the process group. `sent` is the type in which numbers are sent; None keeps their own."""
+class ProcessGroupTransport:
+    """All-reduce by the process group. `comm_dtype` is the dtype on the wire; None keeps the gradient's own."""
 
-    def __init__(self, world: int, sent: "torch.dtype | None" = None):
-        self._world, self._sent = world, sent
+    def __init__(self, num_replicas: int, comm_dtype: "torch.dtype | None" = None):
+        self._num_replicas, self._comm_dtype = num_replicas, comm_dtype
 
-    def start(self, flat: "torch.Tensor") -> "Future":
-        """Begin to replace `flat`, a vector, by its mean over the workers, which start the same ones in one order."""
+    def start_mean(self, flat: "torch.Tensor") -> "Future":
+        """Start to replace the vector `flat` by its mean over the workers. All workers call it in the same order."""
         import torch
         import torch.distributed as dist
 
         part = torch.div(
-            flat, self._world, out=flat if self._sent is None else torch.empty_like(flat, dtype=self._sent)
+            flat,
+            self._num_replicas,
+            out=flat if self._comm_dtype is None else torch.empty_like(flat, dtype=self._comm_dtype),
         )
-        work = dist.all_reduce(part, async_op=True)
-        assert work is not None
+        handle = dist.all_reduce(part, async_op=True)
+        assert handle is not None
 
-        def finished(done: Any) -> torch.Tensor:
-            total = done.value()  # raises what the exchange failed with
+        def finish(future: Any) -> torch.Tensor:
+            total = future.value()  # raises the error of the collective
             return flat if part is flat else flat.copy_(total[0])
 
-        future: Future = work.get_future().then(finished)
+        future: Future = handle.get_future().then(finish)
         return future
 
     def mean(self, flat: "torch.Tensor") -> "torch.Tensor":
-        """`flat`, a vector, replaced by its mean over the workers."""
-        return self.start(flat).wait()
+        """Replace the vector `flat` by its mean over the workers."""
+        return self.start_mean(flat).wait()
 
 
-class Compared(Stock):
-    """Compares its first exchange of a gradient, the first that is not zero, with the exact mean. The comparison costs
-    one more exchange."""
+class CompressionErrorProbe(ProcessGroupTransport):
+    """Compares the first nonzero synchronized gradient with the exact mean, at the cost of one more all-reduce."""
 
-    def __init__(self, world: int, sent: "torch.dtype"):
-        super().__init__(world, sent)
-        self._done = False
+    def __init__(self, num_replicas: int, comm_dtype: "torch.dtype"):
+        super().__init__(num_replicas, comm_dtype)
+        self._is_done = False
         self._squares: list[tuple[torch.Tensor, torch.Tensor]] = []
         """Two sums of squares [] for each vector: of its error, and of its exact mean."""
 
-    def start(self, flat: "torch.Tensor") -> "Future":
-        if self._done:
-            return super().start(flat)
+    def start_mean(self, flat: "torch.Tensor") -> "Future":
+        if self._is_done:
+            return super().start_mean(flat)
         import torch.distributed as dist
 
-        exact = flat / self._world
+        exact = flat / self._num_replicas
         dist.all_reduce(exact)
-        return super().start(flat).then(lambda done: self._compare(done.value(), exact))
+        return super().start_mean(flat).then(lambda done: self._compare(done.value(), exact))
 
-    def error(self) -> float | None:
-        """|sent - exact| / |exact| over all of the first exchange; None after any other one."""
+    def pop_error(self) -> float | None:
+        """|sent - exact| / |exact| of the first synchronization; None after later ones."""
         errors, exacts = (math.fsum(float(pair[place]) for pair in self._squares) for place in (0, 1))
         self._squares = []
-        if self._done or exacts == 0.0:
+        if self._is_done or exacts == 0.0:
             return None
-        self._done = True
+        self._is_done = True
         return math.sqrt(errors / exacts)
 
-    def _compare(self, found: "torch.Tensor", exact: "torch.Tensor") -> "torch.Tensor":
-        self._squares.append(((found - exact).double().square().sum(), exact.double().square().sum()))
-        return found
+    def _compare(self, mean: "torch.Tensor", exact: "torch.Tensor") -> "torch.Tensor":
+        self._squares.append(((mean - exact).double().square().sum(), exact.double().square().sum()))
+        return mean
 
 
-def spread(owned: "Sequence[Sequence[torch.Tensor]]") -> None:
-    """Every worker's tensors `owned[rank]`, contiguous and of the same shapes everywhere, become that rank's."""
+def broadcast_from_owners(tensors_by_rank: "Sequence[Sequence[torch.Tensor]]") -> None:
+    """Broadcast each worker's tensors `owned[rank]`, contiguous and of the same shapes everywhere."""
     import torch.distributed as dist
 
     rank = dist.get_rank()
-    under_way: list[Any] = []
-    for owner, tensors in enumerate(owned):
-        small = [one for one in tensors if one.numel() < SMALL]
-        under_way += [dist.broadcast(one, src=owner, async_op=True) for one in tensors if one.numel() >= SMALL]
-        for alike, flat in _joined(small):
+    pending: list[Any] = []
+    for owner, tensors in enumerate(tensors_by_rank):
+        small = [tensor for tensor in tensors if tensor.numel() < MIN_SEPARATE_ELEMENTS]
+        pending += [
+            dist.broadcast(tensor, src=owner, async_op=True)
+            for tensor in tensors
+            if tensor.numel() >= MIN_SEPARATE_ELEMENTS
+        ]
+        for tensors_of_dtype, flat in _flatten_by_dtype(small):
             dist.broadcast(flat, src=owner)
             if rank != owner:
-                _put_back(flat, alike)
-    for work in under_way:
-        work.wait()
+                _unflatten(flat, tensors_of_dtype)
+    for handle in pending:
+        handle.wait()
 
 
-def add_up(tensors: "Sequence[torch.Tensor]", group: "dist.ProcessGroup | None") -> None:
-    """Each tensor summed over the workers of `group`, in place. Small ones go as one: workers wait for each other once
-    for all of these."""
+def all_reduce_sum(tensors: "Sequence[torch.Tensor]", group: "dist.ProcessGroup | None") -> None:
+    """Sum tensors over the workers of `group` in place. Small ones are sent together, so that workers wait only
+    once."""
     import torch.distributed as dist
 
-    large = [one for one in tensors if one.numel() >= SMALL and one.is_contiguous()]
-    under_way: list[Any] = [dist.all_reduce(one, group=group, async_op=True) for one in large]
-    whole = {id(one) for one in large}
-    for alike, flat in _joined([one for one in tensors if id(one) not in whole]):
+    large = [tensor for tensor in tensors if tensor.numel() >= MIN_SEPARATE_ELEMENTS and tensor.is_contiguous()]
+    pending: list[Any] = [dist.all_reduce(tensor, group=group, async_op=True) for tensor in large]
+    large_ids = {id(tensor) for tensor in large}
+    for tensors_of_dtype, flat in _flatten_by_dtype([tensor for tensor in tensors if id(tensor) not in large_ids]):
         dist.all_reduce(flat, group=group)
-        _put_back(flat, alike)
-    for work in under_way:
-        work.wait()
+        _unflatten(flat, tensors_of_dtype)
+    for handle in pending:
+        handle.wait()
 
 
-def _joined(tensors: "Sequence[torch.Tensor]") -> "Iterator[tuple[list[torch.Tensor], torch.Tensor]]":
-    """The tensors of each type, and one vector of all of their numbers."""
+def _flatten_by_dtype(tensors: "Sequence[torch.Tensor]") -> "Iterator[tuple[list[torch.Tensor], torch.Tensor]]":
+    """The tensors of each dtype, with one concatenated vector."""
     import torch
 
-    for kind in dict.fromkeys(one.dtype for one in tensors):
-        alike = [one for one in tensors if one.dtype == kind]
-        yield alike, torch.cat([one.reshape(-1) for one in alike])
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        tensors_of_dtype = [tensor for tensor in tensors if tensor.dtype == dtype]
+        yield tensors_of_dtype, torch.cat([tensor.reshape(-1) for tensor in tensors_of_dtype])
 
 
-def _put_back(flat: "torch.Tensor", tensors: "Sequence[torch.Tensor]") -> None:
-    for one, values in zip(tensors, flat.split([one.numel() for one in tensors]), strict=True):
-        one.copy_(values.view_as(one))
+def _unflatten(flat: "torch.Tensor", tensors: "Sequence[torch.Tensor]") -> None:
+    for tensor, values in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))

@@ -1,7 +1,7 @@
-"""The watch over one worker process: it is ended where it shows no sign of life for too long.
+"""Watchdog of a worker process: it ends the process after too long without a heartbeat.
 
-A pass is a sign. Work without passes (files are written, copied or read, scores computed) shows fewer, so inside
-`busy` the watch waits longer for each. It never waits for ever: what hangs in such work is ended too, only later.
+Each micro-batch is a heartbeat. Other work (files, copies, scores) sends fewer, so inside `extended_timeout` the limit
+is longer. The wait is always finite: hanging work is ended too, later.
 """
 
 import faulthandler
@@ -11,57 +11,60 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
 
-SETUP_S = 120.0
-"""Fewest seconds that a worker has from its start to its first pass: it reads a model and waits for the first batch."""
-BUSY = 12
-"""How many times longer than a pass other work may show no sign: an hour, by default. One file's copy to a mounted
-folder shows none, nor do the scores of a split, which grow with the data."""
+SETUP_TIMEOUT_S = 120.0
+"""Shortest limit from a worker's start to its first micro-batch: it reads a model and waits for the first batch."""
+EXTENDED_FACTOR = 12
+"""Factor of the limit for other work: an hour by default. The copy of one file to a mounted folder sends no heartbeat,
+nor do the scores of a split, which grow with the data."""
 
 
-class Watch:
-    """Ends its process, with the traceback of all threads in `file`, `stall_s` seconds after the last sign of life.
+class Watchdog:
+    """Ends its process, with the traceback of all threads in `file`, `hang_timeout_s` seconds after the last heartbeat.
 
-    The timer runs below Python: it also ends a process that hangs with the interpreter's lock held, or in an exchange
-    with a worker that was stopped. There is one timer in a process, hence one watch. Without a `file` nothing is ended.
+    The timer runs below Python: it also ends a process that hangs with the interpreter lock held, or in a collective
+    with a stopped worker. A process has one timer, hence one watchdog. Without a `file` nothing is ended.
     """
 
-    def __init__(self, file: Path | None = None, stall_s: float = math.inf):
-        self.stall_s = stall_s
+    def __init__(self, file: Path | None = None, hang_timeout_s: float = math.inf):
+        self.hang_timeout_s = hang_timeout_s
         self._file: TextIO | None = None if file is None else file.open("w")
-        self._limit, self._within = max(stall_s, SETUP_S), 0
-        self._arm()
+        self._timeout_s, self._extended_depth = max(hang_timeout_s, SETUP_TIMEOUT_S), 0
+        self._reset_timer()
 
-    def passes(self) -> None:
-        """A sign of life: a pass is about to be made. With the first one the setup is over."""
-        if not self._within:
-            self._limit = self.stall_s
-        self._arm()
+    def start_micro_batch(self) -> None:
+        """Heartbeat before a micro-batch. The first one ends the setup."""
+        if not self._extended_depth:
+            self._timeout_s = self.hang_timeout_s
+        self._reset_timer()
 
-    def alive(self) -> None:
-        """A sign of life: a piece of other work is done. For the thread that trains: others' progress must not hide
+    def heartbeat(self) -> None:
+        """Heartbeat after a piece of other work. Only for the training thread: progress of other threads must not hide
         that it hangs."""
-        self._arm()
+        self._reset_timer()
 
     @contextmanager
-    def busy(self) -> Iterator[None]:
-        """Wrap work that makes no passes: the limit is longer inside. Entered by the thread that trains."""
-        before, self._limit = self._limit, max(self._limit, BUSY * self.stall_s)
-        self._within += 1
-        self._arm()
+    def extended_timeout(self) -> Iterator[None]:
+        """Wrap work without micro-batches: the limit is longer inside. Only for the training thread."""
+        previous_timeout_s, self._timeout_s = (
+            self._timeout_s,
+            max(self._timeout_s, EXTENDED_FACTOR * self.hang_timeout_s),
+        )
+        self._extended_depth += 1
+        self._reset_timer()
         try:
             yield
         finally:
-            self._within -= 1
-            self._limit = before
-            self._arm()
+            self._extended_depth -= 1
+            self._timeout_s = previous_timeout_s
+            self._reset_timer()
 
     def stop(self) -> None:
-        """The work of this process is done: nothing is watched any more."""
+        """Stop watching: the work of this process is done."""
         if self._file is not None:
             faulthandler.cancel_dump_traceback_later()
             self._file.close()
             self._file = None
 
-    def _arm(self) -> None:
+    def _reset_timer(self) -> None:
         if self._file is not None:
-            faulthandler.dump_traceback_later(self._limit, exit=True, file=self._file)
+            faulthandler.dump_traceback_later(self._timeout_s, exit=True, file=self._file)

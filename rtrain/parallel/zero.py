@@ -1,96 +1,103 @@
-"""Optimizer state in shares: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""Sharded optimizer state: ZeRO stage 1 (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-Each worker keeps the state of some parameters, updates these and gives them to the others. AdamW computes each element
-by itself: the weights are those of the whole optimizer, bit for bit.
+Each worker keeps the state of some parameters, updates them and broadcasts them. AdamW computes each element by itself,
+so the weights equal those of an unsharded optimizer, bit for bit.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.parallel import dtensor_utils
-from rtrain.parallel.ddp import Replicated
+from rtrain.parallel.ddp import DDPStrategy
 
 if TYPE_CHECKING:
     import torch
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-"""Names of the states that have the shape of their parameter; beside these there is `step`, one number."""
+MOMENT_KEYS = ("exp_avg", "exp_avg_sq")
+"""State keys with the shape of the parameter; `step` is one more number."""
 STEP_BYTES = 4
 
 
-class OptimizerShares(Replicated):
-    """A whole model on every worker, and a share of the optimizer's state. `say` is told how large each share is."""
+class ShardedOptimizerStrategy(DDPStrategy):
+    """A full model on every worker, and a shard of the optimizer's state. `log_event` logs the size of each shard."""
 
-    def optimizer(self, made: Any) -> "torch.optim.Optimizer":
-        if not self.distributed:
-            return super().optimizer(made)
-        optimizer: Any = made(sharded)
-        optimizer.shards = Shards([one for group in optimizer.param_groups for one in group["params"]], self)
-        self._say("sharded", state_bytes=optimizer.shards.state_bytes())
+    def make_optimizer(self, build: Any) -> "torch.optim.Optimizer":
+        if not self.is_distributed:
+            return super().make_optimizer(build)
+        optimizer: Any = build(shard_optimizer_class)
+        optimizer.shards = ParameterShards(
+            [parameter for group in optimizer.param_groups for parameter in group["params"]], self
+        )
+        self._log_event("optimizer_sharding", state_bytes=optimizer.shards.state_bytes())
         return optimizer  # type: ignore[no-any-return]
 
-    def whole(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
-        return dtensor_utils.from_holders(tensors, self.watch) if self.distributed else super().whole(tensors)
+    def gather_full_tensors(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+        return (
+            dtensor_utils.gather_to_rank_zero(tensors, self.watchdog)
+            if self.is_distributed
+            else super().gather_full_tensors(tensors)
+        )
 
 
-def owners(sizes: Sequence[int], world: int) -> list[int]:
-    """The worker of each parameter: the largest comes first, each to the worker that has the fewest elements."""
-    loads, found = [0] * world, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
-        found[place] = loads.index(min(loads))
-        loads[found[place]] += sizes[place]
-    return found
+def assign_owners(sizes: Sequence[int], num_workers: int) -> list[int]:
+    """Assign parameters to workers: the largest first, each to the worker with the fewest elements."""
+    loads, owners = [0] * num_workers, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda place: (-sizes[place], place)):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
+    return owners
 
 
-class Shards:
-    """Which worker has which parameters."""
+class ParameterShards:
+    """The owner of each parameter."""
 
-    def __init__(self, parameters: "Sequence[torch.nn.Parameter]", exchange: Replicated):
-        self._exchange = exchange
-        chosen = owners([parameter.numel() for parameter in parameters], exchange.world)
-        self._owner = dict(zip(parameters, chosen, strict=True))
+    def __init__(self, parameters: "Sequence[torch.nn.Parameter]", strategy: DDPStrategy):
+        self._strategy = strategy
+        owners = assign_owners([parameter.numel() for parameter in parameters], strategy.num_replicas)
+        self._owner_by_parameter = dict(zip(parameters, owners, strict=True))
 
-    def own(self, parameter: "torch.nn.Parameter") -> bool:
-        return self._owner[parameter] == self._exchange.rank
+    def is_local(self, parameter: "torch.nn.Parameter") -> bool:
+        return self._owner_by_parameter[parameter] == self._strategy.replica_rank
 
     def state_bytes(self) -> list[int]:
-        """Bytes of optimizer state that each worker keeps, by rank."""
-        found = [0] * self._exchange.world
-        for parameter, owner in self._owner.items():
-            found[owner] += len(MOMENTS) * parameter.numel() * parameter.itemsize + STEP_BYTES
-        return found
+        """Bytes of optimizer state on each worker, by rank."""
+        bytes_by_rank = [0] * self._strategy.num_replicas
+        for parameter, owner in self._owner_by_parameter.items():
+            bytes_by_rank[owner] += len(MOMENT_KEYS) * parameter.numel() * parameter.itemsize + STEP_BYTES
+        return bytes_by_rank
 
-    def spread(self) -> None:
-        """Send each parameter from its owner to all other workers."""
-        owned: list[list[torch.Tensor]] = [[] for _ in range(self._exchange.world)]
-        for parameter, owner in self._owner.items():
-            owned[owner].append(parameter.detach())
-        self._exchange.spread(owned)
+    def broadcast_from_owners(self) -> None:
+        """Broadcast each parameter from its owner."""
+        tensors_by_rank: list[list[torch.Tensor]] = [[] for _ in range(self._strategy.num_replicas)]
+        for parameter, owner in self._owner_by_parameter.items():
+            tensors_by_rank[owner].append(parameter.detach())
+        self._strategy.broadcast_from_owners(tensors_by_rank)
 
-    def forget(self, state: dict[Any, Any]) -> None:
-        """Drop the optimizer's state of parameters that others own."""
-        for parameter in [one for one in state if not self.own(one)]:
+    def drop_remote_state(self, state: dict[Any, Any]) -> None:
+        """Drop the optimizer's state of parameters that other workers own."""
+        for parameter in [key for key in state if not self.is_local(key)]:
             del state[parameter]
 
 
-def sharded(kind: "type[torch.optim.Optimizer]") -> "type[torch.optim.Optimizer]":
-    """An optimizer like `kind` that updates the parameters which its `shards` say are this worker's."""
+def shard_optimizer_class(optimizer_class: "type[torch.optim.Optimizer]") -> "type[torch.optim.Optimizer]":
+    """An optimizer like `optimizer_class` that updates only the parameters that this worker owns by its `shards`."""
 
-    class Sharded(kind):  # type: ignore[misc,valid-type]
-        shards: Shards
+    class ShardedOptimizer(optimizer_class):  # type: ignore[misc,valid-type]
+        shards: ParameterShards
         param_groups: list[dict[str, Any]]
 
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            self.shards.forget(self.state)  # a checkpoint holds the state of all parameters
+            self.shards.drop_remote_state(self.state)  # a checkpoint holds the state of all parameters
             groups = self.param_groups
             self.param_groups = [
-                {**group, "params": [one for one in group["params"] if self.shards.own(one)]} for group in groups
+                {**group, "params": [parameter for parameter in group["params"] if self.shards.is_local(parameter)]}
+                for group in groups
             ]
             try:
                 loss = super().step(closure)
             finally:
                 self.param_groups = groups
-            self.shards.spread()
+            self.shards.broadcast_from_owners()
             return loss
 
-    return Sharded
+    return ShardedOptimizer

@@ -1,9 +1,9 @@
-"""Which aggregation frequency trains soonest, by theory and clock together. Pure.
+"""Choose the aggregation frequency with the shortest training time. Pure.
 
-To the same loss, updates of B rows need in proportion to 1 + B_noise / B of them (McCandlish et al. 2018,
-arXiv:1812.06162): of rows fewer than the noise scale, each further row spares nearly as much as it costs; of more, it
-spares nothing. An update of k passes takes t(k). So time(k) = (1 + B_noise / B(k)) x t(k), up to a factor; what B_noise
-is and how t grows with k a short pilot tells.
+To reach the same loss, steps of B rows are needed in proportion to 1 + B_noise / B (McCandlish et al. 2018,
+arXiv:1812.06162): below the noise scale, each further row saves nearly as much as it costs; above it, a row saves
+nothing. A step of k micro-batches takes t(k). So time(k) = (1 + B_noise / B(k)) x t(k), up to a factor. A short
+calibration run measures B_noise and t.
 """
 
 import itertools
@@ -18,168 +18,193 @@ from rtrain.config import Recipe
 from rtrain.core import events
 from rtrain.core.errors import UserError
 from rtrain.parallel import gradient_noise
-from rtrain.planning.throughput import STEP, Compute, between, memory_per_s, passes
+from rtrain.planning.throughput import (
+    ADAMW_BYTES_PER_BYTE,
+    ComputeTime,
+    fit_two_points,
+    memory_bandwidth,
+    micro_batches_per_step,
+)
 from rtrain.trainer.step_timing import BACKWARD, FORWARD
 
-TRIED: Final = (1, 2, 4, 8)
-SEARCHED: Final = (*TRIED, 16, 32, 64)
-WORTH: Final = 1.1
-"""Relative times up to which a frequency is worth a trial: the model is off by some percent."""
+CANDIDATE_FREQUENCIES: Final = (1, 2, 4, 8)
+SEARCH_FREQUENCIES: Final = (*CANDIDATE_FREQUENCIES, 16, 32, 64)
+MAX_RELATIVE_TIME: Final = 1.1
+"""Largest relative time of a frequency that is worth a trial: the model is off by some percent."""
 
 
 @dataclass(frozen=True)
-class Option:
-    """An aggregation frequency, and the time to the same loss relative to the best of those beside it."""
+class FrequencyOption:
+    """An aggregation frequency, and its time to the same loss relative to the best option."""
 
-    k: int
-    rows_per_update: int
-    update_s: float
-    relative: float
-    low: float
-    """The same at the lower end of the noise scale's interval, and at its upper end."""
-    high: float | None
+    aggregation_frequency: int
+    global_batch_size: int
+    step_s: float
+    relative_time: float
+    relative_time_low: float
+    """Relative time at the lower and at the upper bound of the noise scale's confidence interval."""
+    relative_time_high: float | None
 
 
 @dataclass(frozen=True)
-class Pilot:
-    """What a short run has told."""
+class CalibrationRun:
+    """Measurements of a calibration run."""
 
-    scale: gradient_noise.Scale
-    rows_per_update: int
-    passes: float
-    """Passes of `micro_batch` rows on each worker, of an update: its aggregation frequency."""
-    update_s: float
-    exchange_s: float
-    """The part of `update_s` for which a worker stood still for the exchange."""
-    passes_s: float | None = None
-    """The part of `update_s` in which a worker went forward and backward; None on a GPU, whose kernels run beside its
-    spans."""
+    noise_scale: gradient_noise.NoiseScale
+    global_batch_size: int
+    micro_batches: float
+    """Micro-batches of `micro_batch_size` rows per worker and step: the aggregation frequency."""
+    step_s: float
+    all_reduce_s: float
+    """Seconds of `step_s` in which a worker waited for the all-reduce."""
+    compute_s: float | None = None
+    """Seconds of `step_s` in forward and backward. None on a GPU: kernels run asynchronously to the spans."""
 
 
-def of_run(log: Sequence[Mapping[str, Any]], k: float) -> Pilot:
-    """The pilot by its log, made with the aggregation frequency `k`. Raises `UserError` where that tells too little."""
-    scale = gradient_noise.of_run(log)
-    if scale is None:
+def calibration_from_log(log: Sequence[Mapping[str, Any]], aggregation_frequency: float) -> CalibrationRun:
+    """Read a calibration run with the given aggregation frequency from its log. Raises `UserError` if the log has too
+    few measurements."""
+    noise_scale = gradient_noise.estimate_from_log(log)
+    if noise_scale is None:
         raise UserError(
-            "--choose-k: this run has not measured the noise of its gradients, or in fewer than 3 updates; "
-            f"{gradient_noise.HOW}, with the whole model on each worker",
+            "--choose-k: this run has fewer than 3 measurements of the gradient noise; "
+            f"{gradient_noise.MEASURE_HINT}, with the whole model on each worker",
             code="not_measured",
         )
-    started, ended = _last(log)
-    exchange = ended["exchange"]["seconds"] if ended["exchange"] else 0.0
+    started, ended = _last_attempt(log)
+    all_reduce_s = ended["gradient_sync"]["seconds"] if ended["gradient_sync"] else 0.0
     stages = ended["stages"] if started["device"] == "cpu" else ()
-    computing = statistics.fmean(one[FORWARD] + one[BACKWARD] for one in stages) if stages else None
-    return Pilot(scale, started["rows_per_update"], k, update_s(log), exchange, computing)
+    compute_s = statistics.fmean(stage[FORWARD] + stage[BACKWARD] for stage in stages) if stages else None
+    return CalibrationRun(
+        noise_scale, started["global_batch_size"], aggregation_frequency, median_step_s(log), all_reduce_s, compute_s
+    )
 
 
-def update_s(log: Sequence[Mapping[str, Any]]) -> float:
-    """Seconds of an update by the newest start of a run's log that has come to its end: their median. The first one of
-    a start is left out, as it makes what later ones find, and so are those that measure the noise, where it is told how
-    long others take. Raises `UserError` where no start has come to its end."""
-    started, ended = _last(log)
-    begin, end = (max(place for place, event in enumerate(log) if event is one) for one in (started, ended))
-    ours = log[begin:end]  # a start that began later counts its own seconds
-    measuring = {event["update"] for event in ours if event["kind"] == gradient_noise.KIND}
-    told = [event for event in ours if event["kind"] == "progress"]
-    plain, every = list[float](), list[float]()
-    for one, other in itertools.pairwise(told):
-        updates = other["update"] - one["update"]
-        every.append((other["train_s"] - one["train_s"]) / updates)
-        if not any(number in measuring for number in range(one["update"] + 1, other["update"] + 1)):
-            plain.append(every[-1])
-    if found := plain or every:
-        return statistics.median(found)
-    seconds: float = ended["seconds"]["train"] / (ended["updates"] - started["update"])
+def median_step_s(log: Sequence[Mapping[str, Any]]) -> float:
+    """Median seconds of a step, from the newest completed attempt in a run's log.
+
+    The first step of an attempt is excluded, since it includes warm-up. Steps that measure the noise scale are excluded
+    if others remain. Raises `UserError` if no attempt completed.
+    """
+    started, ended = _last_attempt(log)
+    begin, end = (max(index for index, event in enumerate(log) if event is bound) for bound in (started, ended))
+    attempt_events = log[begin:end]  # a later attempt counts its own seconds
+    noise_steps = {event["step"] for event in attempt_events if event["kind"] == gradient_noise.EVENT_KIND}
+    progress_events = [event for event in attempt_events if event["kind"] == "progress"]
+    plain_times, all_times = list[float](), list[float]()
+    for previous, current in itertools.pairwise(progress_events):
+        steps = current["step"] - previous["step"]
+        all_times.append((current["train_s"] - previous["train_s"]) / steps)
+        if not any(number in noise_steps for number in range(previous["step"] + 1, current["step"] + 1)):
+            plain_times.append(all_times[-1])
+    if step_times := plain_times or all_times:
+        return statistics.median(step_times)
+    seconds: float = ended["seconds"]["train"] / (ended["steps"] - started["step"])
     return seconds
 
 
-def _last(log: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    last = events.trained(log)
-    if last is None or last[1]["updates"] <= last[0]["update"]:
-        raise UserError(
-            "--choose-k: this run has not come to its end: its log has no event `trained`", code="not_finished"
-        )
-    return last
+def _last_attempt(log: Sequence[Mapping[str, Any]]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    attempt = events.find_last_trained_attempt(log)
+    if attempt is None or attempt[1]["steps"] <= attempt[0]["step"]:
+        raise UserError("--choose-k: this run has not completed: its log has no event `trained`", code="not_finished")
+    return attempt
 
 
-def work(pilot: Pilot, weights: float, memory_per_s: float, another: tuple[float, float] | None = None) -> Compute:
-    """What an update takes whatever its passes, its exchange included, and what each of them.
+def fit_compute_time(
+    calibration: CalibrationRun, weight_bytes: float, bandwidth: float, second_point: tuple[float, float] | None = None
+) -> ComputeTime:
+    """Split the step time into a fixed overhead, which includes the all-reduce, and the time of a micro-batch.
 
-    By `another` update, of (passes, seconds), where there is one. Else the passes are what was forward and backward:
-    calls of operators, which take as long for few rows as for many, are then counted with the rows, and updates of
-    fewer passes are told as a little too quick. On a GPU nothing tells them apart, and the step is foretold by the
-    `weights`, in bytes, and the bytes that memory moves in a second.
+    With `second_point`, a pair (micro-batches, seconds), fit a line through both points. Otherwise forward and backward
+    count as micro-batch time: the fixed cost of operator calls then scales with the rows, and steps of fewer
+    micro-batches are estimated slightly too fast. On a GPU the optimizer time is estimated as `weight_bytes` (bytes)
+    over `bandwidth` (bytes per second).
     """
-    if another is not None:
-        return between((pilot.passes, pilot.update_s), another)
-    computing = pilot.passes_s
-    if computing is None:
-        step = min(STEP * weights / memory_per_s, pilot.update_s / 2)
-        computing = pilot.update_s - pilot.exchange_s - step
-    computing = min(max(computing, 0.0), pilot.update_s)
-    return Compute(pilot.update_s - computing, computing / pilot.passes)
+    if second_point is not None:
+        return fit_two_points((calibration.micro_batches, calibration.step_s), second_point)
+    compute_s = calibration.compute_s
+    if compute_s is None:
+        optimizer_s = min(ADAMW_BYTES_PER_BYTE * weight_bytes / bandwidth, calibration.step_s / 2)
+        compute_s = calibration.step_s - calibration.all_reduce_s - optimizer_s
+    compute_s = min(max(compute_s, 0.0), calibration.step_s)
+    return ComputeTime(calibration.step_s - compute_s, compute_s / calibration.micro_batches)
 
 
-def options(pilot: Pilot, compute: Compute, tried: Iterable[int] = TRIED) -> list[Option]:
-    """Each frequency with its time, at the learning rate that suits its rows."""
-    rows = {k: round(pilot.rows_per_update * k / pilot.passes) for k in tried}
-    seconds = {k: compute.seconds(k) for k in rows}
+def frequency_options(
+    calibration: CalibrationRun, compute_time: ComputeTime, frequencies: Iterable[int] = CANDIDATE_FREQUENCIES
+) -> list[FrequencyOption]:
+    """Estimate the relative time of each frequency, with the learning rate scaled to its batch size."""
+    batch_sizes = {k: round(calibration.global_batch_size * k / calibration.micro_batches) for k in frequencies}
+    step_times = {k: compute_time.step_seconds(k) for k in batch_sizes}
 
-    def relative(scale: float) -> dict[int, float]:
-        times = {k: (1 + scale / rows[k]) * seconds[k] for k in rows}
+    def relative_times(noise_scale: float) -> dict[int, float]:
+        times = {k: (1 + noise_scale / batch_sizes[k]) * step_times[k] for k in batch_sizes}
         return {k: time / min(times.values()) for k, time in times.items()}
 
-    by, low = relative(pilot.scale.rows), relative(pilot.scale.low)
-    high = None if pilot.scale.high is None else relative(pilot.scale.high)
-    return [Option(k, rows[k], seconds[k], by[k], low[k], None if high is None else high[k]) for k in sorted(rows)]
+    mean_times, low_times = relative_times(calibration.noise_scale.rows), relative_times(calibration.noise_scale.low)
+    high_times = None if calibration.noise_scale.high is None else relative_times(calibration.noise_scale.high)
+    return [
+        FrequencyOption(
+            k, batch_sizes[k], step_times[k], mean_times[k], low_times[k], None if high_times is None else high_times[k]
+        )
+        for k in sorted(batch_sizes)
+    ]
 
 
-def weights(folder: Path) -> int:
-    """Bytes of the weights of a model's folder."""
+def model_weight_bytes(folder: Path) -> int:
+    """Bytes of the weight files in a model folder."""
     return sum(path.stat().st_size for path in folder.glob("model*.safetensors"))
 
 
-def of_log(
+def evaluate_log(
     log: Sequence[Mapping[str, Any]],
     recipe: Recipe,
-    size: float,
-    tried: Iterable[int] = TRIED,
-    another: tuple[float, float] | None = None,
-) -> tuple[Pilot, list[Option]]:
-    """A pilot of the recipe with `size` bytes of weights, by its log; `another` as in `work`. Raises `UserError` where
-    that tells too little."""
-    pilot = of_run(log, passes(recipe, recipe.train.workers))
-    memory = memory_per_s(_last(log)[0]["device"])
-    return pilot, options(pilot, work(pilot, size, memory, another), tried)
+    weight_bytes: float,
+    frequencies: Iterable[int] = CANDIDATE_FREQUENCIES,
+    second_point: tuple[float, float] | None = None,
+) -> tuple[CalibrationRun, list[FrequencyOption]]:
+    """Evaluate a calibration run of the recipe by its log. `weight_bytes`: size of the weights; `second_point` as in
+    `fit_compute_time`. Raises `UserError` if the log has too few measurements."""
+    calibration = calibration_from_log(log, micro_batches_per_step(recipe, recipe.train.workers))
+    bandwidth = memory_bandwidth(_last_attempt(log)[0]["device"])
+    return calibration, frequency_options(
+        calibration, fit_compute_time(calibration, weight_bytes, bandwidth, second_point), frequencies
+    )
 
 
 @dataclass(frozen=True)
-class Prior:
-    """What the first trial of a search tells of the others' updates."""
+class BatchSizePrior:
+    """Batch sizes that the first trial of a search suggests for the other trials."""
 
-    most_rows: int
-    """Updates of more rows than this gain little by them, or cost more than they gain."""
-    rows: int
-    """Those of an update with which training is soonest at its end."""
+    max_batch_size: int
+    """Upper limit: larger batches gain little, or cost more than they gain."""
+    best_batch_size: int
+    """Batch size with the shortest training time."""
 
 
-def prior(log: Sequence[Mapping[str, Any]], recipe: Recipe, size: float) -> Prior | None:
-    """By the log of the search's first trial; None until that tells enough."""
-    scale = gradient_noise.of_run(log)
-    if scale is None or scale.high is None or events.trained(log) is None:
+def batch_size_prior(log: Sequence[Mapping[str, Any]], recipe: Recipe, weight_bytes: float) -> BatchSizePrior | None:
+    """Derive the prior from the log of the search's first trial; None if the log has too few measurements."""
+    noise_scale = gradient_noise.estimate_from_log(log)
+    if noise_scale is None or noise_scale.high is None or events.find_last_trained_attempt(log) is None:
         return None
-    _, found = of_log(log, recipe, size, SEARCHED)
-    best = chosen(found).rows_per_update
-    worth = max(one.rows_per_update for one in found if time_of(one) <= WORTH)
-    return Prior(min(math.ceil(scale.high), worth), best)
+    _, options = evaluate_log(log, recipe, weight_bytes, SEARCH_FREQUENCIES)
+    best_batch_size = best_option(options).global_batch_size
+    max_worthwhile = max(
+        option.global_batch_size for option in options if conservative_time(option) <= MAX_RELATIVE_TIME
+    )
+    return BatchSizePrior(min(math.ceil(noise_scale.high), max_worthwhile), best_batch_size)
 
 
-def chosen(found: Sequence[Option]) -> Option:
-    """The one that trains soonest; of those within a hundredth of it the smallest, whose updates are more."""
-    return min((one for one in found if time_of(one) <= 1.01), key=lambda one: one.k)
+def best_option(options: Sequence[FrequencyOption]) -> FrequencyOption:
+    """The fastest option. Among options within 1 % of the best, the smallest batch size wins, since it makes more
+    steps."""
+    return min(
+        (option for option in options if conservative_time(option) <= 1.01),
+        key=lambda option: option.aggregation_frequency,
+    )
 
 
-def time_of(one: Option) -> float:
-    """Its relative time. The noise scale is that of a run's beginning, and it grows while a model learns (as McCandlish
-    et al. 2018 find too): it is taken for the upper end of its interval, where that has one."""
-    return one.relative if one.high is None else one.high
+def conservative_time(option: FrequencyOption) -> float:
+    """Relative time of an option. The noise scale was measured early in a run and grows while a model learns
+    (McCandlish et al. 2018 find the same), so the upper bound of its interval is used if there is one."""
+    return option.relative_time if option.relative_time_high is None else option.relative_time_high

@@ -1,5 +1,5 @@
-"""The first way to hold a model that fits into the workers' memory. What a way needs is traced and computed when it is
-asked for; which one is taken, and why, is pure."""
+"""Choose the first parallel layout whose memory fits the workers. Memory is traced lazily, one layout at a time; the
+choice itself is pure."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,152 +8,169 @@ from pathlib import Path
 from typing import Final
 
 from rtrain.cluster import capacity
-from rtrain.config import Recipe, Train
+from rtrain.config import Recipe, TrainConfig
 from rtrain.core.errors import ConfigError, Problem
-from rtrain.parallel.layout import Way, gives_back
+from rtrain.parallel.layout import ParallelLayout, should_trim_malloc
 from rtrain.planning import memory_needs, memory_trace
-from rtrain.planning.memory_needs import Need
-from rtrain.planning.throughput import PEAK
+from rtrain.planning.memory_needs import WorkerMemory
+from rtrain.planning.throughput import GPU_SPECS
 from rtrain.tasks import base
 from rtrain.trainer import batch_size
 
-USABLE: Final = 0.9
-"""Share that workers may take of what Ray counts as a node's memory, which is that beside its object store: the driver
-and the data tasks have the rest."""
-USABLE_GPU: Final = 0.85
+USABLE_MEMORY_SHARE: Final = 0.9
+"""Share of a node's `memory` resource (Ray: memory minus the object store) that workers may use. The driver and the
+data tasks use the rest."""
+USABLE_GPU_SHARE: Final = 0.85
 
 
 @dataclass(frozen=True)
-class Pass:
-    """The passes of a run's updates."""
+class MicroBatchShape:
+    """Micro-batches of a run's steps."""
 
-    lengths: tuple[int, ...]
-    """Tokens of each window of one that takes the most memory."""
+    window_lengths: tuple[int, ...]
+    """Tokens of each window in the largest micro-batch."""
     precision: str = "fp32"
-    outputs: int = 2
-    """Numbers that the head answers with."""
-    tokens_of_update: float = 0.0
-    """Tokens of all workers' passes in an update."""
+    num_outputs: int = 2
+    """Outputs of the head per window or token."""
+    tokens_per_step: float = 0.0
+    """Tokens per step, summed over all workers."""
 
-    def several(self, replicas: int) -> bool:
-        """Whether a replica makes more than one in an update."""
-        return self.tokens_of_update / replicas > sum(self.lengths)
-
-
-def lengths(recipe: Recipe, device: str, longest: int) -> tuple[int, ...]:
-    """The windows of a pass that takes the most memory; `longest`: tokens of the longest window."""
-    tokens = recipe.train.tokens_per_pass or (batch_size.ON_CPU if device == "cpu" else 4 * batch_size.ON_CPU)
-    return (longest,) * max(1, tokens // longest)
+    def has_several(self, replicas: int) -> bool:
+        """Whether a replica runs more than one micro-batch per step."""
+        return self.tokens_per_step / replicas > sum(self.window_lengths)
 
 
-def needs(
-    recipe: Recipe, folder: Path, ways: Iterable[Way], passes: Pass, workers: int, device: str
-) -> Iterator[tuple[Way, Need]]:
-    """What each way takes of a worker of its fullest node; one of a pipeline is counted as if it had all layers. Ways
-    that the network in `folder` cannot go are left out, unless the recipe asks for them. Raises `Untraceable`."""
+def largest_micro_batch(recipe: Recipe, device: str, max_tokens: int) -> tuple[int, ...]:
+    """Window lengths of the largest micro-batch. `max_tokens`: tokens of the longest window."""
+    tokens = recipe.train.max_tokens_per_micro_batch or (
+        batch_size.CPU_TOKENS if device == "cpu" else 4 * batch_size.CPU_TOKENS
+    )
+    return (max_tokens,) * max(1, tokens // max_tokens)
+
+
+def memory_of_layouts(
+    recipe: Recipe,
+    folder: Path,
+    layouts: Iterable[ParallelLayout],
+    micro_batch: MicroBatchShape,
+    workers: int,
+    device: str,
+) -> Iterator[tuple[ParallelLayout, WorkerMemory]]:
+    """Estimate the memory per worker for each layout, on the fullest node. A pipeline stage is counted as if it had all
+    layers.
+
+    Layouts that the network in `folder` does not support are skipped, unless the recipe requests them. Raises
+    `UntraceableModel`.
+    """
 
     @cache
-    def traced(tensor: int, recomputed: bool, more: bool) -> memory_trace.Traced:
-        return of_pass(tensor=tensor, recomputed=recomputed, more_passes=more)
+    def trace_cached(tensor: int, recomputes_layers: bool, has_gradients: bool) -> memory_trace.TracedMemory:
+        return trace_micro_batch(tensor=tensor, recomputes_layers=recomputes_layers, has_gradients=has_gradients)
 
-    task, own = base.get(recipe.task), recipe.train.gradient_checkpointing
-    traced_pass = partial(
-        memory_trace.of_pass,
+    task, recipe_checkpointing = base.get_task(recipe.task), recipe.train.gradient_checkpointing
+    trace_lengths = partial(
+        memory_trace.trace_micro_batch,
         *(folder, task, recipe.model),
         device=device,
-        outputs=passes.outputs,
-        precision=passes.precision,
+        num_outputs=micro_batch.num_outputs,
+        precision=micro_batch.precision,
     )
-    of_pass = partial(traced_pass, passes.lengths)
-    for way in ways:
-        replicas = workers // way.within
-        several = passes.several(replicas)
-        # DistributedDataParallel's buckets have the gradients' memory from the first pass on.
-        more = several or (way.within == 1 and workers > 1)
+    trace_micro_batch = partial(trace_lengths, micro_batch.window_lengths)
+    for layout in layouts:
+        replicas = workers // layout.workers_per_replica
+        has_several = micro_batch.has_several(replicas)
+        # DistributedDataParallel's buckets hold the gradients' memory from the first micro-batch on.
+        has_gradients = has_several or (layout.workers_per_replica == 1 and workers > 1)
         try:
-            found = traced(way.tensor, way.gradient_checkpointing, more)
-        except ConfigError:  # a network that cannot compute its layers again
-            if own == way.gradient_checkpointing:
+            traced_memory = trace_cached(layout.tensor_parallel_size, layout.gradient_checkpointing, has_gradients)
+        except ConfigError:  # a network without activation checkpointing
+            if recipe_checkpointing == layout.gradient_checkpointing:
                 raise
             continue
-        settings = way.of(recipe.train, workers)
-        need = memory_needs.needed(
-            *(found, replicas, way.strategy if replicas > 1 else "ddp"),
-            saves=device == "cpu",
-            several=several,
-            buckets=way.within == 1,
-            kept=held(settings, device),
+        settings = layout.apply_to(recipe.train, workers)
+        worker_memory = memory_needs.estimate_memory(
+            *(traced_memory, replicas, layout.strategy if replicas > 1 else "ddp"),
+            writes_checkpoints=device == "cpu",
+            has_several=has_several,
+            uses_buckets=layout.workers_per_replica == 1,
+            overhead=activation_overhead(settings, device),
         )
-        yield way, need
+        yield layout, worker_memory
 
 
-def held(train: Train, device: str) -> float:
-    """What a worker holds for its activations, over those that are alive; see `memory.KEPT`."""
+def activation_overhead(train: TrainConfig, device: str) -> float:
+    """Ratio of allocated to live activation memory; see `memory_needs.ALLOCATOR_OVERHEAD`."""
     if device == "gpu":
         return 1.0
-    return memory_needs.RETURNED if gives_back(train) else memory_needs.KEPT
+    return memory_needs.TRIMMED_ALLOCATOR_OVERHEAD if should_trim_malloc(train) else memory_needs.ALLOCATOR_OVERHEAD
 
 
 @dataclass(frozen=True)
-class Room:
-    """Memory, where a worker has least of it."""
+class MemoryLimit:
+    """Memory limit of the tightest node or GPU."""
 
-    bytes: float
-    """Those of a node that workers may take, or those of a GPU."""
-    workers: int
-    """Those that share it; 1 on a GPU."""
+    limit_bytes: float
+    """Bytes that workers may use on the node, or bytes of the GPU."""
+    sharing_workers: int
+    """Number of workers that share the memory; 1 on a GPU."""
     device: str = "cpu"
 
-    def fits(self, need: Need) -> bool:
-        return self.taken(need) <= self.bytes
+    def fits(self, worker_memory: WorkerMemory) -> bool:
+        return self.used_bytes(worker_memory) <= self.limit_bytes
 
-    def taken(self, need: Need) -> float:
-        """Bytes of what is there that the workers need; the processes themselves are not on a GPU."""
-        return need.total - need.process if self.device == "gpu" else need.of(self.workers)
-
-
-def room(nodes: Sequence[Mapping[str, float]], device: str, workers: int) -> Room | None:
-    """The memory of a node, or of a GPU, by what Ray knows of the nodes; None where it knows nothing of any. A node is
-    filled with as many of the workers as it has places for."""
-    places = [(node, min(workers, capacity.count([node], device))) for node in nodes]
-    found = [one for node, here in places if here for one in _of_node(node, device, here)]
-    return min(found, key=lambda one: one.bytes / one.workers, default=None)
+    def used_bytes(self, worker_memory: WorkerMemory) -> float:
+        """Bytes that the workers use; on a GPU without the process memory."""
+        return (
+            worker_memory.total - worker_memory.process
+            if self.device == "gpu"
+            else worker_memory.total_of(self.sharing_workers)
+        )
 
 
-def _of_node(node: Mapping[str, float], device: str, workers: int) -> Iterator[Room]:
+def tightest_memory_limit(nodes: Sequence[Mapping[str, float]], device: str, workers: int) -> MemoryLimit | None:
+    """Find the node or GPU with the least memory per worker, from Ray's node resources; None if Ray reports none. Each
+    node is filled with as many workers as it has slots for."""
+    workers_by_node = [(node, min(workers, capacity.count_worker_slots([node], device))) for node in nodes]
+    limits = [limit for node, count in workers_by_node if count for limit in _node_memory_limits(node, device, count)]
+    return min(limits, key=lambda limit: limit.limit_bytes / limit.sharing_workers, default=None)
+
+
+def _node_memory_limits(node: Mapping[str, float], device: str, workers: int) -> Iterator[MemoryLimit]:
     if device == "cpu" and "memory" in node:
-        yield Room(USABLE * node["memory"], workers)
+        yield MemoryLimit(USABLE_MEMORY_SHARE * node["memory"], workers)
     if device == "gpu":
-        known = [PEAK[kind].gigabytes for kind in capacity.accelerators(node) if kind in PEAK]
-        if known:
-            yield Room(USABLE_GPU * max(known) * 1e9, 1, device)
+        gpu_sizes = [
+            GPU_SPECS[gpu_type].memory_gb for gpu_type in capacity.list_gpu_types(node) if gpu_type in GPU_SPECS
+        ]
+        if gpu_sizes:
+            yield MemoryLimit(USABLE_GPU_SHARE * max(gpu_sizes) * 1e9, 1, device)
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A way that fits, and why it is the one."""
+class LayoutChoice:
+    """A layout that fits, and the reason for the choice."""
 
-    way: Way
-    need: Need
-    why: str
+    layout: ParallelLayout
+    worker_memory: WorkerMemory
+    reason: str
 
 
-def first(needs: Iterable[tuple[Way, Need]], room: Room) -> Choice:
-    """The first way that fits; no later one is asked for. Raises `ConfigError` where none does."""
-    before: tuple[Way, Need] | None = None
-    for way, need in needs:
-        if room.fits(need):
-            why = f"{way}, with which {_told(room, need)}"
-            if before is not None:
-                why += f"; with {before[0]} it would be {room.taken(before[1]) / 1e6:,.0f}"
-            return Choice(way, need, why)
-        before = way, need
-    assert before is not None  # the whole model on each worker is always a way
-    reason = f"even with {before[0]} {_told(room, before[1])}"
-    fix = "have fewer workers on a node, or write --set train.tokens_per_pass=512"
+def first_fitting_layout(candidates: Iterable[tuple[ParallelLayout, WorkerMemory]], limit: MemoryLimit) -> LayoutChoice:
+    """Return the first layout that fits; later candidates are not evaluated. Raises `ConfigError` if none fits."""
+    previous: tuple[ParallelLayout, WorkerMemory] | None = None
+    for layout, worker_memory in candidates:
+        if limit.fits(worker_memory):
+            explanation = f"{layout}: {_describe_usage(limit, worker_memory)}"
+            if previous is not None:
+                explanation += f"; with {previous[0]} it would be {limit.used_bytes(previous[1]) / 1e6:,.0f}"
+            return LayoutChoice(layout, worker_memory, explanation)
+        previous = layout, worker_memory
+    assert previous is not None  # DDP is always a candidate
+    reason = f"even with {previous[0]} {_describe_usage(limit, previous[1])}"
+    fix = "use fewer workers per node, or write --set train.max_tokens_per_micro_batch=512"
     raise ConfigError([Problem("train.strategy", "auto", reason, fix, code="out_of_memory")])
 
 
-def _told(room: Room, need: Need) -> str:
-    who = "a worker takes" if room.workers == 1 else f"a node's {room.workers} workers take"
-    return f"{who} {room.taken(need) / 1e6:,.0f} MB of {room.bytes / 1e6:,.0f}"
+def _describe_usage(limit: MemoryLimit, worker_memory: WorkerMemory) -> str:
+    subject = "a worker takes" if limit.sharing_workers == 1 else f"a node's {limit.sharing_workers} workers take"
+    return f"{subject} {limit.used_bytes(worker_memory) / 1e6:,.0f} MB of {limit.limit_bytes / 1e6:,.0f}"

@@ -1,7 +1,7 @@
-"""The memory that a worker needs, by what it is for and by how weights, gradients and moments are held. Pure.
+"""Memory per worker, by purpose and strategy. Pure.
 
-Shares over the workers are those of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): its stage 1 shares the
-optimizer's moments, stage 2 the gradients too, stage 3 the weights too.
+Sharding follows ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054): stage 1 shards the optimizer's moments, stage 2 also
+the gradients, stage 3 also the weights.
 """
 
 from dataclasses import dataclass, fields
@@ -9,89 +9,99 @@ from typing import Final
 
 from rtrain.parallel import zero
 from rtrain.parallel.layout import STRATEGIES
-from rtrain.planning.memory_trace import Traced
+from rtrain.planning.memory_trace import TracedMemory
 
-PROCESS: Final = 440_000_000
-"""Bytes of a worker's process without any model: Python, torch, Transformers and Ray with their own memory, as measured
-on Linux with CPUs (torch 2.13, Ray 2.60). With CUDA it is two to three times as much, none of it on the GPU."""
-KEPT: Final = 1.3
-"""What a process holds for the activations, over what is alive of them at a time. By rtrain's settings (`env.SETTINGS`)
-the C library keeps freed blocks of up to 64 MB, since the next pass wants them again, and they leave holes: 1.11 to
-1.46 in six trainings of five models, of which this leaves the least relative error."""
-RETURNED: Final = 1.02
-"""The same where freed blocks go back to the system (`env.freed_goes_back`)."""
+PROCESS_BYTES: Final = 440_000_000
+"""Bytes of a worker process without a model: Python, torch, Transformers and Ray, measured on Linux with CPUs (torch
+2.13, Ray 2.60). With CUDA a process takes two to three times as much, none of it on the GPU."""
+ALLOCATOR_OVERHEAD: Final = 1.3
+"""Ratio of allocated to live activation memory. The C library is set (`env.ENV_DEFAULTS`) to keep freed blocks of up to
+64 MB for the next micro-batch, and they leave holes: 1.11 to 1.46 in six trainings of five models. 1.3 has the smallest
+relative error over them."""
+TRIMMED_ALLOCATOR_OVERHEAD: Final = 1.02
+"""The same ratio if freed blocks are returned to the system (`env.trim_malloc`)."""
 
 
 @dataclass(frozen=True)
-class Need:
-    """Bytes of one worker at the moment when they are most."""
+class WorkerMemory:
+    """Peak bytes of one worker."""
 
     weights: float
     gradients: float
     optimizer: float
     activations: float
     gathered: float = 0.0
-    """Weights of others that are here for a while, and gradients before they are shared out."""
+    """Gathered weights of other workers, and gradients before they are sharded."""
     checkpoint: float = 0.0
-    """A copy of weights and moments while a thread writes it; on the first worker alone."""
+    """Copy of weights and moments while a thread writes it; on the first worker only."""
     process: float = 0.0
 
     @property
     def total(self) -> float:
-        return float(sum(getattr(self, one.name) for one in fields(self)))
+        return float(sum(getattr(self, field.name) for field in fields(self)))
 
-    def of(self, workers: int) -> float:
-        """Bytes of so many workers, of which one writes the checkpoints."""
+    def total_of(self, workers: int) -> float:
+        """Bytes of `workers` workers; one of them writes the checkpoints."""
         return workers * (self.total - self.checkpoint) + self.checkpoint
 
 
-def optimizer_bytes(trained: tuple[int, ...], workers: int, strategy: str) -> float:
-    """Bytes of moments on the worker that has most of them."""
-    moments = len(zero.MOMENTS)
+def optimizer_bytes(trained_sizes: tuple[int, ...], workers: int, strategy: str) -> float:
+    """Bytes of moments on the worker with the most."""
+    moments = len(zero.MOMENT_KEYS)
     if strategy == "ddp":
-        return moments * sum(trained)
+        return moments * sum(trained_sizes)
     if strategy == "zero1":
         loads = [0] * workers
-        for owner, size in zip(zero.owners(trained, workers), trained, strict=True):
+        for owner, size in zip(zero.assign_owners(trained_sizes, workers), trained_sizes, strict=True):
             loads[owner] += moments * size
         return max(loads)
-    return moments * sum(trained) / workers
+    return moments * sum(trained_sizes) / workers
 
 
-def needed(
-    traced: Traced,
+def estimate_memory(
+    traced: TracedMemory,
     replicas: int,
     strategy: str = "ddp",
     *,
-    saves: bool = False,
-    several: bool = False,
-    process: float = PROCESS,
-    buckets: bool = True,
-    kept: float = KEPT,
-) -> Need:
-    """The memory of a worker in an update; where several workers share a replica's layers, `traced` is of one of them.
+    writes_checkpoints: bool = False,
+    has_several: bool = False,
+    process_bytes: float = PROCESS_BYTES,
+    uses_buckets: bool = True,
+    overhead: float = ALLOCATOR_OVERHEAD,
+) -> WorkerMemory:
+    """Estimate the peak memory of a worker in a step; `traced` is one worker's share under tensor parallelism.
 
-    `saves`: this worker writes checkpoints; `several`: an update has several passes of a worker; `buckets`: replicas
-    exchange by those of DistributedDataParallel; `kept`: see `KEPT`; 1 on a GPU, whose memory is not the C library's.
-    Raises `KeyError` for a strategy that is none of `STRATEGIES`.
+    Args:
+        writes_checkpoints: This worker writes checkpoints.
+        has_several: A worker runs several micro-batches per step.
+        uses_buckets: Replicas synchronize gradients with the buckets of DistributedDataParallel.
+        overhead: See `ALLOCATOR_OVERHEAD`; 1 on a GPU, which does not use the C library's allocator.
+
+    Raises `KeyError` for a strategy that is not in `STRATEGIES`.
     """
     STRATEGIES[strategy]
-    alone = traced.of_trained
-    moments = optimizer_bytes(traced.trained, replicas, strategy)
-    activations = kept * traced.activations
+    trained_bytes = traced.trained_bytes
+    moments = optimizer_bytes(traced.trained_sizes, replicas, strategy)
+    activations = overhead * traced.activations
     weights, gradients, gathered = float(traced.weights), float(traced.gradients), 0.0
     if strategy in ("ddp", "zero1"):
-        # When the optimizer steps, all gradients are there, and no activation; when DistributedDataParallel makes its
-        # buckets anew, before the second exchange, there are two of each.
-        activations = max(activations, alone - gradients, alone - traced.table if replicas > 1 and buckets else 0)
+        # At the optimizer step all gradients exist and no activations. DistributedDataParallel rebuilds its buckets
+        # before the second all-reduce: each gradient then exists twice.
+        activations = max(
+            activations,
+            trained_bytes - gradients,
+            trained_bytes - traced.embedding_bytes if replicas > 1 and uses_buckets else 0,
+        )
     else:
-        layer, rest = max(traced.layers, default=0), weights - sum(traced.layers)
-        # What is in no layer stays gathered; beside it the layer at work, the next one, and the gradients of the last.
-        gathered = weights + layer if strategy == "zero2" else rest + 3 * layer
-        # At a pass's end there is no activation, but a share of all gradients, and twice, whole and on their way, those
-        # of the last part. Before an update's last pass, the second stage keeps all weights.
-        ended = (weights if strategy == "zero2" and several else rest + layer) + 2 * max(layer, rest)
-        weights, gradients = weights / replicas, alone / replicas if several else 0.0
-        activations = max(activations, ended + alone / replicas - gradients - gathered)
-    copied = traced.checkpoint if saves else 0.0
-    return Need(weights, gradients, moments, activations, gathered, copied, process)
+        largest_layer, other_weights = max(traced.layer_sizes, default=0), weights - sum(traced.layer_sizes)
+        # Weights outside the layers stay gathered, plus the current and the next layer, and the last gradients.
+        gathered = weights + largest_layer if strategy == "zero2" else other_weights + 3 * largest_layer
+        # At the end of a micro-batch there are no activations, but the shard of all gradients, and two full copies of
+        # the last part's gradients. Stage 2 keeps all weights until the last micro-batch of a step.
+        after_backward = (weights if strategy == "zero2" and has_several else other_weights + largest_layer) + 2 * max(
+            largest_layer, other_weights
+        )
+        weights, gradients = weights / replicas, trained_bytes / replicas if has_several else 0.0
+        activations = max(activations, after_backward + trained_bytes / replicas - gradients - gathered)
+    checkpoint_copy = traced.checkpoint if writes_checkpoints else 0.0
+    return WorkerMemory(weights, gradients, moments, activations, gathered, checkpoint_copy, process_bytes)

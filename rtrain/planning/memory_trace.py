@@ -1,7 +1,7 @@
-"""What a pass keeps in memory, told by computing it with tensors that have shapes and no numbers.
+"""Peak memory of a micro-batch, traced with fake tensors, which have shapes and no data.
 
-The network is the run's own, with its packed forward pass, dropout, precision and recomputed layers; only its weights
-are not read. What torch counts is every tensor that is alive at a time, as no formula over layers and widths does.
+The network is the run's own, with its packed forward pass, dropout, precision and activation checkpointing; only its
+weights are not read. torch counts every live tensor, which no formula over layers and widths does.
 """
 
 import contextlib
@@ -13,162 +13,188 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from rtrain import torch_internals
-from rtrain.config import Model, Recipe
+from rtrain.config import ModelConfig, Recipe
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Tokens, single
+from rtrain.core.ragged import TokenBatch, single_window_batch
 from rtrain.models import builder, dropout, layerwise_lr, precision as formats, tp_plan
-from rtrain.models.device import standing_for_gpu
+from rtrain.models.device import pretend_cuda
 from rtrain.parallel import dtensor_utils, zero
-from rtrain.parallel.sparse_embedding import TouchedRows, table_of
+from rtrain.parallel.sparse_embedding import TouchedRows, find_embedding
 from rtrain.tasks.base import Task
-from rtrain.tasks.masked_lm import SHARE
+from rtrain.tasks.masked_lm import MASKED_SHARE
 from rtrain.trainer import batch_size, step
 
 if TYPE_CHECKING:
     import torch
 
 
-class Untraceable(UserError):
-    """The memory of this network cannot be told without its numbers."""
+class UntraceableModel(UserError):
+    """The network's memory depends on its data."""
 
     code = "unsupported_model"
 
 
 @dataclass(frozen=True)
-class Traced:
-    """Bytes on a worker that is alone, by what they are for, at the moment of a pass when they are most."""
+class TracedMemory:
+    """Peak bytes of a micro-batch on a single worker, by purpose."""
 
     tokens: int
     weights: int
     gradients: int
     activations: int
-    """All else that is alive then: of the forward pass what the backward pass needs, and what that makes meanwhile."""
-    trained: tuple[int, ...]
-    """Bytes of each weight that is trained, in the model's order."""
-    layers: tuple[int, ...]
-    """Bytes of the weights of each of the encoder's layers; none where it tells none."""
-    table: int
-    """Bytes of the word embedding where its gradient is exchanged by touched rows, else 0."""
+    """All other live tensors: the tensors that forward keeps for backward, and temporaries."""
+    trained_sizes: tuple[int, ...]
+    """Bytes of each trained weight, in the model's order."""
+    layer_sizes: tuple[int, ...]
+    """Bytes of the weights of each encoder layer; empty if the layers are unknown."""
+    embedding_bytes: int
+    """Bytes of the word embedding if its gradient is synchronized by touched rows, else 0."""
     checkpoint: int = 0
-    """Bytes of what a checkpoint holds: all workers' weights and moments."""
+    """Bytes of a checkpoint: all workers' weights and moments."""
 
     @property
-    def of_trained(self) -> int:
-        return sum(self.trained)
+    def trained_bytes(self) -> int:
+        return sum(self.trained_sizes)
 
 
-def of_pass(
+def trace_micro_batch(
     folder: Path,
     task: Task,
-    chosen: Model,
-    lengths: Sequence[int],
+    model_settings: ModelConfig,
+    window_lengths: Sequence[int],
     *,
     device: str = "cpu",
-    outputs: int = 2,
+    num_outputs: int = 2,
     precision: str = "fp32",
-    recomputed: bool = False,
-    more_passes: bool = True,
+    recomputes_layers: bool = False,
+    has_gradients: bool = True,
     tensor: int = 1,
-) -> Traced:
-    """The memory of a forward and backward pass over windows of these lengths.
+) -> TracedMemory:
+    """Trace the memory of forward and backward over windows of the given lengths.
 
-    `folder`: the model's; of it config.json alone is read. `device`: whose memory, `cpu` or `gpu`, since their kernels
-    keep different things; the network is traced on a processor in both cases. `outputs`: numbers that the head answers
-    with, per window or token. `recomputed`: `train.gradient_checkpointing`. `more_passes`: the gradients of an earlier
-    pass are there already, as they are in exchanges between workers; else they come to be in this one. `tensor`: of
-    workers that share the layers, one. Raises `Untraceable`.
+    Args:
+        folder: Model folder; only config.json is read.
+        device: `cpu` or `gpu`, since their kernels keep different tensors; the trace itself runs on the CPU.
+        num_outputs: Outputs of the head per window or token.
+        recomputes_layers: `train.gradient_checkpointing`.
+        has_gradients: Gradients of an earlier micro-batch exist already, as in DDP; else this one allocates them.
+        tensor: Number of workers that share the layers; one of them is traced.
+
+    Raises `UntraceableModel`.
     """
     import torch
 
-    gpu = device == "gpu"
-    with torch_internals.fake_tensors(), standing_for_gpu() if gpu else contextlib.nullcontext():
-        network: Any = builder.shaped(folder, task, outputs, chosen).train()
-        formats.widen(network, precision)
-        if gpu:
-            dropout.replace_by_native(network)
-        if recomputed:
-            builder.keep_inputs_alone(network)
-        found, moments = table_of(network), len(zero.MOMENTS)
-        saved = sum(one.nbytes * (1 + moments * one.requires_grad) for one in network.parameters())
+    is_gpu = device == "gpu"
+    with torch_internals.fake_tensor_mode(), pretend_cuda() if is_gpu else contextlib.nullcontext():
+        network: Any = builder.build_fake(folder, task, num_outputs, model_settings).train()
+        formats.to_fp64_(network, precision)
+        if is_gpu:
+            dropout.use_native_dropout(network)
+        if recomputes_layers:
+            builder.enable_activation_checkpointing(network)
+        embedding, num_moments = find_embedding(network), len(zero.MOMENT_KEYS)
+        checkpoint_bytes = sum(
+            parameter.nbytes * (1 + num_moments * parameter.requires_grad) for parameter in network.parameters()
+        )
         if tensor > 1:
-            layers = layerwise_lr.layers(network.base_model)
+            layers = layerwise_lr.find_layers(network.base_model)
             assert layers is not None  # `strategies.allowed` knows the architectures
-            tp_plan.keep_share(network, layers, found and found[1], tensor)
-        rows = TouchedRows(found[1]) if found and tensor == 1 else None
-        if rows is not None:
-            rows.gathers = True
-        trained = [one for one in network.parameters() if one.requires_grad and dtensor_utils.here(one)]
-        for one in trained:
-            if more_passes and (rows is None or one is not rows.weight):
-                one.grad = torch.zeros_like(one)
-        tokens = _tokens(lengths)
-        wanted = np.arange(0, len(tokens.ids), round(1 / SHARE)) if task.packs else None
+            tp_plan.keep_tp_shard(network, layers, embedding and embedding[1], tensor)
+        touched_rows = TouchedRows(embedding[1]) if embedding and tensor == 1 else None
+        if touched_rows is not None:
+            touched_rows.is_recording = True
+        trained_weights = [
+            parameter
+            for parameter in network.parameters()
+            if parameter.requires_grad and dtensor_utils.is_materialized(parameter)
+        ]
+        for weight in trained_weights:
+            if has_gradients and (touched_rows is None or weight is not touched_rows.weight):
+                weight.grad = torch.zeros_like(weight)
+        tokens = _constant_tokens(window_lengths)
+        logit_positions = np.arange(0, len(tokens.ids), round(1 / MASKED_SHARE)) if task.packs_text else None
 
-        def run() -> None:
-            logits = step.forward(network, tokens, 0, precision, wanted)
+        def run_micro_batch() -> None:
+            logits = step.forward(network, tokens, 0, precision, logit_positions)
             (-torch.log_softmax(logits.float().flatten(0, -2), -1)[:, 0].sum()).backward()
 
         try:
-            peak = torch_internals.peak_bytes(network, run)
-        except torch_internals.asks_for_numbers() as error:
+            peak = torch_internals.measure_peak_bytes(network, run_micro_batch)
+        except torch_internals.fake_tensor_errors() as error:
             kind = type(network).__name__
-            raise Untraceable(f"model.name: {kind} computes what depends on its numbers ({error})") from None
-        table = 0 if rows is None else rows.weight.nbytes
+            raise UntraceableModel(
+                f"model.name: the memory of {kind} depends on the values of its tensors ({error})"
+            ) from None
+        embedding_bytes = 0 if touched_rows is None else touched_rows.weight.nbytes
         weights = peak["Parameter"] + peak["Buffer"]
-        return Traced(
+        return TracedMemory(
             tokens=len(tokens.ids),
             weights=weights,
-            gradients=peak["Gradient"] + table,
+            gradients=peak["Gradient"] + embedding_bytes,
             activations=peak["Total"] - weights - peak["Gradient"],
-            trained=tuple(one.nbytes for one in trained),
-            layers=_layers(network),
-            table=table,
-            checkpoint=saved,
+            trained_sizes=tuple(trained_weight.nbytes for trained_weight in trained_weights),
+            layer_sizes=_layer_bytes(network),
+            embedding_bytes=embedding_bytes,
+            checkpoint=checkpoint_bytes,
         )
 
 
-def _tokens(lengths: Sequence[int]) -> Tokens:
-    """Windows of one and the same token."""
-    sizes = np.asarray(lengths, dtype=np.int32)
+def _constant_tokens(window_lengths: Sequence[int]) -> TokenBatch:
+    """Windows that repeat one token."""
+    sizes = np.asarray(window_lengths, dtype=np.int32)
     ids = np.ones(int(sizes.sum()), dtype=np.int32)
-    return single(ids, sizes, sizes, np.zeros(len(sizes)), np.arange(len(sizes), dtype=np.uint64))
+    return single_window_batch(ids, sizes, sizes, np.zeros(len(sizes)), np.arange(len(sizes), dtype=np.uint64))
 
 
-def _layers(network: "torch.nn.Module") -> tuple[int, ...]:
-    """The network's longest list of modules: encoders keep their layers in one."""
+def _layer_bytes(network: "torch.nn.Module") -> tuple[int, ...]:
+    """Bytes per layer of the network's longest module list: encoders keep their layers in one."""
     import torch
 
-    lists = [one for one in network.modules() if isinstance(one, torch.nn.ModuleList)]
-    longest = max(lists, key=len, default=())
-    return tuple(sum(weight.nbytes for weight in one.parameters() if dtensor_utils.here(weight)) for one in longest)
+    lists = [module for module in network.modules() if isinstance(module, torch.nn.ModuleList)]
+    layers = max(lists, key=len, default=())
+    return tuple(
+        sum(weight.nbytes for weight in layer.parameters() if dtensor_utils.is_materialized(weight)) for layer in layers
+    )
 
 
-# ------------------------------------------------------------------------- where a GPU is measured for its passes
+# ------------------------------------------------------------------------- first guess of a GPU's batch size
 
 
-FORETOLD: Final = (512, 2048)
-"""Fewest tokens of the two passes that are traced: what a pass takes is a line in its tokens."""
+PROBE_TOKENS: Final = (512, 2048)
+"""Minimum tokens of the two traced micro-batches: memory is linear in the tokens."""
 
 
-def tried(
-    network: "torch.nn.Module", folder: Path, task: Task, recipe: Recipe, longest: int, precision: str
+def initial_probe_sizes(
+    network: "torch.nn.Module", folder: Path, task: Task, recipe: Recipe, max_tokens: int, precision: str
 ) -> tuple[int, int]:
-    """Fewest tokens of the two passes to measure on the network's GPU. `longest`: tokens of the longest row.
+    """Minimum tokens of the two micro-batches to measure on the network's GPU. `max_tokens`: tokens of the longest row.
 
-    What cannot be traced is measured at fixed sizes.
+    An untraceable model is measured at fixed sizes.
     """
-    room = batch_size.room(network)
+    available_bytes = batch_size.available_bytes(network)
     try:
-        small, large = (_peak(folder, task, recipe, longest, tokens, precision) for tokens in FORETOLD)
-    except Untraceable:
-        return batch_size.TRIED
-    return batch_size.guessed(small, large, room)
+        small_peak, large_peak = (
+            _trace_peak(folder, task, recipe, max_tokens, tokens, precision) for tokens in PROBE_TOKENS
+        )
+    except UntraceableModel:
+        return batch_size.PROBE_TOKENS
+    return batch_size.probe_sizes(small_peak, large_peak, available_bytes)
 
 
-def _peak(folder: Path, task: Task, recipe: Recipe, longest: int, tokens: int, precision: str) -> batch_size.Peak:
-    """What is there in a pass: weights and gradients included, as when it is measured."""
-    window = min(longest, recipe.data.window_tokens)
-    lengths = [window] * -(-tokens // window)
-    again = recipe.train.gradient_checkpointing
-    found = of_pass(folder, task, recipe.model, lengths, device="gpu", precision=precision, recomputed=again)
-    return batch_size.Peak(found.tokens, found.weights + found.gradients + found.activations)
+def _trace_peak(
+    folder: Path, task: Task, recipe: Recipe, max_tokens: int, tokens: int, precision: str
+) -> batch_size.MemoryPeak:
+    """Peak memory of a micro-batch, weights and gradients included, as in the measurement."""
+    window_tokens = min(max_tokens, recipe.data.window_tokens)
+    window_lengths = [window_tokens] * -(-tokens // window_tokens)
+    recomputes_layers = recipe.train.gradient_checkpointing
+    traced = trace_micro_batch(
+        folder,
+        task,
+        recipe.model,
+        window_lengths,
+        device="gpu",
+        precision=precision,
+        recomputes_layers=recomputes_layers,
+    )
+    return batch_size.MemoryPeak(traced.tokens, traced.weights + traced.gradients + traced.activations)

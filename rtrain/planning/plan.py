@@ -1,7 +1,7 @@
-"""What a run will take of a cluster: nodes, memory, hours, money. From the recipe, the cluster's file and a price file.
+"""Plan of a run: nodes, memory, hours and cost, from the recipe, the cluster file and a price file.
 
-The verdict whether it can ever start comes first, and needs no torch (`layouts`). Memory is that of a traced pass,
-hours are rows by the pace, money is hours by prices.
+`placement` decides first whether the run can ever start, without torch. Memory comes from a traced micro-batch, hours
+from rows and throughput, cost from hours and prices.
 """
 
 import math
@@ -12,295 +12,348 @@ from typing import Any, Final
 
 from rtrain.cluster import capacity
 from rtrain.cluster.pricing import Price
-from rtrain.config import Config, Train
+from rtrain.config import Config, TrainConfig
 from rtrain.core.errors import ConfigError, Problem
-from rtrain.parallel import layout as strategies
-from rtrain.parallel.layout import Way
-from rtrain.planning import cost_estimate as pricing, memory_fit, placement, throughput as paces
-from rtrain.planning.memory_needs import Need
-from rtrain.planning.placement import Cluster, Kind, Layout
-from rtrain.planning.run_facts import Rows, Shape
+from rtrain.parallel import layout as parallel_layout
+from rtrain.parallel.layout import ParallelLayout
+from rtrain.planning import cost_estimate, memory_fit, placement, throughput as throughput_model
+from rtrain.planning.memory_needs import WorkerMemory
+from rtrain.planning.placement import NodeType, PlacementPlan, PlannedCluster
+from rtrain.planning.run_facts import EncoderShape, RowStats
 
-NODE_S: Final = 300.0
-"""Seconds until a node that is asked for has joined the cluster, without an image of its own."""
-START_S: Final = 30.0
-"""Seconds in which a run starts: Ray, the workers, their first rows."""
-USABLE: Final = 0.65
-"""Share of a node's memory that workers may take: Ray's object store has up to 30 %, the system the rest."""
-FINAL_RUNS: Final = 4.0
-"""Full runs of a search's end, unless `tune.final_rows` says another number of rows."""
-FINALISTS: Final = 3
-"""Trials that go to their ends: the best two, and the one of the recipe's own settings."""
-UNCHANGED: Final = "no weight changes by it"
-
-
-def ways(config: Config, folder: Path, workers: int) -> Iterator[Way]:
-    """The recipe's own way and those that come after it; all that there are where the recipe leaves it open."""
-    train, found = config.recipe.train, strategies.possible(config.recipe, folder, workers)
-    return found if train.strategy == "auto" else strategies.beginning_with(strategies.own(train, workers), found)
+NODE_START_S: Final = 300.0
+"""Seconds until a requested node has joined the cluster, without a prebuilt image."""
+RUN_START_S: Final = 30.0
+"""Seconds that a run takes to start: Ray, the workers, their first rows."""
+USABLE_MEMORY_SHARE: Final = 0.65
+"""Share of a node's memory that workers may use: Ray's object store takes up to 30 %, the system the rest."""
+DEFAULT_FINAL_RUNS: Final = 4.0
+"""Full runs of the finals of a search, unless `tune.final_budget_rows` is set."""
+NUM_FINALISTS: Final = 3
+"""Trials that train to the end: the best two, and the trial of the recipe's own settings."""
+SAME_WEIGHTS_NOTE: Final = "the weights are the same"
 
 
-def holds(need: Need, needs: capacity.Needs) -> placement.Holds:
-    """How many workers' memory a node has. One whose memory is not known holds as many as it has places for
-    (`unchecked` says so)."""
+def candidate_layouts(config: Config, folder: Path, workers: int) -> Iterator[ParallelLayout]:
+    """The recipe's layout and the layouts after it; all valid layouts if `train.strategy` is `auto`."""
+    train, possible = config.recipe.train, parallel_layout.iter_valid_layouts(config.recipe, folder, workers)
+    return (
+        possible
+        if train.strategy == "auto"
+        else parallel_layout.start_from(parallel_layout.layout_from_config(train, workers), possible)
+    )
 
-    def count(kind: Kind) -> int:
-        if needs.device == "gpu":
-            known = paces.PEAK.get(kind.gpu)
-            own = None if known is None else needs.share * memory_fit.USABLE_GPU * known.gigabytes * 1e9
-            return needs.places(kind.node) if own is None or need.total - need.process <= own else 0
-        if kind.instance is None:
+
+def slots_in_memory(worker_memory: WorkerMemory, request: capacity.ResourceRequest) -> placement.SlotFunction:
+    """Number of workers that a node's memory holds. A node of unknown memory holds as many as it has slots
+    (`unknown_memory_notes` reports it)."""
+
+    def count_slots(node_type: NodeType) -> int:
+        if request.device == "gpu":
+            gpu_spec = throughput_model.GPU_SPECS.get(node_type.gpu_type)
+            usable_bytes = (
+                None if gpu_spec is None else request.gpu_share * memory_fit.USABLE_GPU_SHARE * gpu_spec.memory_gb * 1e9
+            )
+            return (
+                request.worker_slots(node_type.resources)
+                if usable_bytes is None or worker_memory.total - worker_memory.process <= usable_bytes
+                else 0
+            )
+        if node_type.instance is None:
             return 1 << 30
-        left = USABLE * kind.instance.memory_gb * 1e9 - need.checkpoint
-        return max(0, int(left // (need.total - need.checkpoint)))
+        free_bytes = USABLE_MEMORY_SHARE * node_type.instance.memory_gb * 1e9 - worker_memory.checkpoint
+        return max(0, int(free_bytes // (worker_memory.total - worker_memory.checkpoint)))
 
-    return count
+    return count_slots
 
 
-def unchecked(kinds: Iterable[Kind], needs: capacity.Needs) -> list[str]:
-    """What is to be said of types with places for workers whose memory is in no table."""
-    found = []
-    for kind in (kind for kind in kinds if needs.offered([kind.host]).places):
-        if needs.device == "gpu" and kind.gpu not in paces.PEAK:
-            known = f"write {capacity.ACCELERATOR}KIND: 1 among its resources, where KIND is {', '.join(paces.PEAK)}"
-            found.append(f"the memory of {kind.called}'s GPU is not known and was not checked: {known}")
-        elif needs.device == "cpu" and kind.instance is None:
-            found.append(f"the memory of {kind.called} is not known and was not checked")
-    return found
+def unknown_memory_notes(node_types: Iterable[NodeType], request: capacity.ResourceRequest) -> list[str]:
+    """Notes about node types with worker slots whose memory is unknown."""
+    notes = []
+    for node_type in (
+        candidate_type for candidate_type in node_types if request.capacity_of([candidate_type.node_spec]).worker_slots
+    ):
+        if request.device == "gpu" and node_type.gpu_type not in throughput_model.GPU_SPECS:
+            hint = (
+                f"write {capacity.ACCELERATOR_PREFIX}KIND: 1 among its resources, where KIND is "
+                f"{', '.join(throughput_model.GPU_SPECS)}"
+            )
+            notes.append(f"the GPU memory of {node_type.display_name} is unknown and was not checked: {hint}")
+        elif request.device == "cpu" and node_type.instance is None:
+            notes.append(f"the memory of {node_type.display_name} is unknown and was not checked")
+    return notes
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A way with the nodes on which it fits."""
+class PlacedLayout:
+    """A layout, and the nodes that it fits on."""
 
-    way: Way
-    why: str
-    need: Need
-    nodes: placement.Nodes
+    layout: ParallelLayout
+    reason: str
+    worker_memory: WorkerMemory
+    nodes: placement.NodeCounts
 
 
-def choose(
+def choose_layout(
     config: Config,
-    cluster: Cluster,
-    layout: Layout,
-    needs: Iterable[tuple[Way, Need]],
-    table: Mapping[str, Price],
-) -> Chosen:
-    """The first way that fits, on the cheapest nodes; no later one is asked for. Raises `ConfigError` where none
-    does."""
+    cluster: PlannedCluster,
+    placement_plan: PlacementPlan,
+    candidates: Iterable[tuple[ParallelLayout, WorkerMemory]],
+    price_table: Mapping[str, Price],
+) -> PlacedLayout:
+    """Return the first layout that fits, on the cheapest nodes; later candidates are not evaluated. Raises
+    `ConfigError` if none fits."""
 
-    def price(kind: Kind) -> float | None:
-        known = table.get(kind.type or "")
-        return known.hourly(is_spot=kind.is_spot) if known else None
+    def price_of(node_type: NodeType) -> float | None:
+        price = price_table.get(node_type.instance_name or "")
+        return price.hourly_price(is_spot=node_type.is_spot) if price else None
 
-    larger: list[str] = []
-    for way, need in needs:
-        room = holds(need, layout.needs)
-        nodes = placement.fewest(cluster, layout.needs, layout.need, price, room)
+    rejected: list[str] = []
+    for layout, worker_memory in candidates:
+        slots = slots_in_memory(worker_memory, placement_plan.request)
+        nodes = placement.cheapest_nodes(cluster, placement_plan.request, placement_plan.required, price_of, slots)
         if nodes is not None:
-            return Chosen(way, _why(config, larger), need, nodes)
-        larger.append(f"{way} would take {need.total / 1e6:,.0f} MB a worker")
-    if layout.device == "gpu":
-        largest = max((paces.PEAK[kind.gpu].gigabytes for kind in cluster.kinds if kind.gpu in paces.PEAK), default=0)
-        size, larger_ones = need.total - need.process, f"GPUs of more than {largest:g} GB"
+            return PlacedLayout(layout, _choice_reason(config, rejected), worker_memory, nodes)
+        rejected.append(f"{layout} needs {worker_memory.total / 1e6:,.0f} MB per worker")
+    if placement_plan.device == "gpu":
+        largest = max(
+            (
+                throughput_model.GPU_SPECS[node_type.gpu_type].memory_gb
+                for node_type in cluster.node_types
+                if node_type.gpu_type in throughput_model.GPU_SPECS
+            ),
+            default=0,
+        )
+        required_bytes, remedy = worker_memory.total - worker_memory.process, f"GPUs of more than {largest:g} GB"
     else:
-        instances = (kind.instance for kind in cluster.kinds if kind.instance and kind.node.get("CPU", 0))
+        instances = (
+            node_type.instance
+            for node_type in cluster.node_types
+            if node_type.instance and node_type.resources.get("CPU", 0)
+        )
         largest = max((instance.memory_gb for instance in instances), default=0)
-        size, larger_ones = need.total, f"nodes of more than {largest:g} GB, fewer workers"
-    reason = f"a worker needs {size / 1e9:.1f} GB even with {way}, and {layout.need.places} do not fit"
-    fix = f"name {larger_ones}, or --set train.tokens_per_pass=512"
+        required_bytes, remedy = worker_memory.total, f"nodes of more than {largest:g} GB, fewer workers"
+    reason = (
+        f"a worker needs {required_bytes / 1e9:.1f} GB even with {layout}, and "
+        f"{placement_plan.required.worker_slots} do not fit"
+    )
+    fix = f"name {remedy}, or --set train.max_tokens_per_micro_batch=512"
     raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix, code="out_of_memory")])
 
 
-def _why(config: Config, larger: Sequence[str]) -> str:
-    if larger:
-        return f"{larger[-1]}, which does not fit; {UNCHANGED}"
-    return "the first, and it fits" if config.recipe.train.strategy == "auto" else "as the recipe says"
+def _choice_reason(config: Config, rejected: Sequence[str]) -> str:
+    if rejected:
+        return f"{rejected[-1]}, which does not fit; {SAME_WEIGHTS_NOTE}"
+    return "the first layout that fits" if config.recipe.train.strategy == "auto" else "set by the recipe"
 
 
 @dataclass(frozen=True)
-class Hours:
-    """How long a run takes, and of what."""
+class Duration:
+    """Duration of a run, by part."""
 
-    updates: int
+    steps: int
     compute_s: float
-    """Seconds of an update in which a worker computes."""
-    exchange_s: float
-    """Those by which the exchange of the gradients lengthens it, as far as that is known."""
+    """Compute seconds of a step."""
+    all_reduce_s: float
+    """Seconds that the all-reduce adds to a step, if known."""
     evaluate_s: float
     start_s: float
 
     @property
-    def update_s(self) -> float:
-        return self.compute_s + self.exchange_s
+    def step_s(self) -> float:
+        return self.compute_s + self.all_reduce_s
 
     @property
     def train_s(self) -> float:
-        return self.updates * self.update_s
+        return self.steps * self.step_s
 
     @property
-    def hours(self) -> float:
+    def total_hours(self) -> float:
         return (self.train_s + self.evaluate_s + self.start_s) / 3600
 
 
-def hours(config: Config, layout: Layout, chosen: Chosen, shape: Shape, rows: Rows, pace: paces.Pace) -> Hours:
-    """Rows by the pace."""
-    workers, recipe = layout.room, config.recipe
-    train = chosen.way.of(recipe.train, workers)
-    work = paces.work(recipe, shape, rows)
-    compute = pace.compute(work)
-    # An evaluation has no backward pass, and computes nothing again; nor does a pass through a frozen encoder.
-    forward = 1.0 if paces.frozen(recipe) else paces.FORWARD
-    of_row = forward * compute.pass_s / train.micro_batch
-    pass_s = compute.pass_s
-    if train.gradient_checkpointing and not paces.frozen(recipe):
-        pass_s *= paces.RECOMPUTED
-    # Workers of a replica have a part of each of its passes.
-    computing = compute.step_s / paces.step_shares(train, workers) + pass_s * paces.passes(recipe, workers)
-    exchange = (pace.exchange_s or 0.0) * work.gradient if workers > 1 else 0.0
-    each = math.ceil(rows.train / recipe.rows_per_update)
-    number = train.epochs * each
-    # The last update is followed by one in any case.
-    every = train.evaluate_every
-    evaluations = math.ceil(number / every) if every else train.epochs
-    scored = rows.valid * evaluations + rows.test
-    starts = START_S + (NODE_S if chosen.nodes else 0.0)
-    # A pipeline's stages answer one after another.
-    return Hours(number, computing, exchange, scored * of_row / (workers // train.pipeline), starts)
+def estimate_duration(
+    config: Config,
+    placement_plan: PlacementPlan,
+    choice: PlacedLayout,
+    shape: EncoderShape,
+    row_stats: RowStats,
+    throughput: throughput_model.Throughput,
+) -> Duration:
+    """Estimate the duration from rows and throughput."""
+    workers, recipe = placement_plan.available_workers, config.recipe
+    train = choice.layout.apply_to(recipe.train, workers)
+    model_work = throughput_model.estimate_work(recipe, shape, row_stats)
+    compute_time = throughput.compute_time(model_work)
+    # Evaluation has no backward and recomputes nothing; nor does training with a frozen encoder.
+    forward_share = 1.0 if throughput_model.is_encoder_frozen(recipe) else throughput_model.FORWARD_SHARE
+    seconds_per_row = forward_share * compute_time.micro_batch_s / train.micro_batch_size
+    micro_batch_s = compute_time.micro_batch_s
+    if train.gradient_checkpointing and not throughput_model.is_encoder_frozen(recipe):
+        micro_batch_s *= throughput_model.RECOMPUTE_FACTOR
+    # The workers of a replica share each of its micro-batches.
+    compute_s = compute_time.overhead_s / throughput_model.optimizer_shares(
+        train, workers
+    ) + micro_batch_s * throughput_model.micro_batches_per_step(recipe, workers)
+    all_reduce_s = (throughput.all_reduce_s_per_byte or 0.0) * model_work.gradient_bytes if workers > 1 else 0.0
+    steps_per_epoch = math.ceil(row_stats.train / recipe.global_batch_size)
+    steps = train.epochs * steps_per_epoch
+    # An evaluation always follows the last step.
+    evaluate_interval = train.evaluate_every
+    evaluations = math.ceil(steps / evaluate_interval) if evaluate_interval else train.epochs
+    scored_rows = row_stats.valid * evaluations + row_stats.test
+    start_s = RUN_START_S + (NODE_START_S if choice.nodes else 0.0)
+    # Pipeline stages evaluate sequentially.
+    return Duration(
+        steps,
+        compute_s,
+        all_reduce_s,
+        scored_rows * seconds_per_row / (workers // train.pipeline_parallel_size),
+        start_s,
+    )
 
 
-def searched(config: Config, one: Hours, trials: int, price: float | None = None) -> float:
-    """Hours of a search: its budget, over the trials that run side by side, and its end, of which `FINALISTS` trainings
-    do. No search is shorter than a run, since its first trial goes to its end in any case, as the best two do; minutes,
-    and money by the `price` of a worker's hour, bound when a trial may begin. It may stop sooner."""
+def search_hours(config: Config, duration: Duration, trials: int, price: float | None = None) -> float:
+    """Estimate the hours of a search: its budget divided by the concurrent trials, plus the finals of `NUM_FINALISTS`
+    runs. A search takes at least one full run, since the first trial and the best two train to the end. Limits on
+    minutes and cost bound when a trial may start. A search may stop earlier."""
     tune = config.deploy.tune
-    full_rows = one.updates * config.recipe.rows_per_update
-    budget = tune.full_runs if tune.rows is None else tune.rows / full_rows
+    full_rows = duration.steps * config.recipe.global_batch_size
+    budget = tune.budget_full_runs if tune.budget_rows is None else tune.budget_rows / full_rows
     if tune.trials is not None:
         budget = min(budget, tune.trials)
-    end = FINAL_RUNS if tune.final_rows is None else tune.final_rows / full_rows
-    whole = one.train_s + one.evaluate_s
-    searching = budget * whole / trials
-    limits = [] if tune.minutes is None else [60 * tune.minutes]
-    if tune.money is not None and price:
-        limits.append(3600 * tune.money / price / config.recipe.train.workers / trials)
-    searching = min([searching, *(limit + tune.first_rung * whole for limit in limits)])
-    ending = max(end, FINALISTS * (1 - tune.first_rung)) * whole / min(trials, FINALISTS)
-    return (one.start_s + max(whole, searching + ending)) / 3600
+    final_runs = DEFAULT_FINAL_RUNS if tune.final_budget_rows is None else tune.final_budget_rows / full_rows
+    run_s = duration.train_s + duration.evaluate_s
+    sampling_s = budget * run_s / trials
+    time_limits = [] if tune.max_minutes is None else [60 * tune.max_minutes]
+    if tune.max_cost is not None and price:
+        time_limits.append(3600 * tune.max_cost / price / config.recipe.train.workers / trials)
+    sampling_s = min([sampling_s, *(limit + tune.min_resource_fraction * run_s for limit in time_limits)])
+    finals_s = max(final_runs, NUM_FINALISTS * (1 - tune.min_resource_fraction)) * run_s / min(trials, NUM_FINALISTS)
+    return (duration.start_s + max(run_s, sampling_s + finals_s)) / 3600
 
 
-def repeated_s(config: Config, found: Hours, watched: bool) -> float:
-    """Seconds of training that an interruption repeats: with a spot notice a run saves after its coming update, without
-    one it goes back by half of what is between two checkpoints."""
-    if watched:
-        return found.update_s
+def lost_work_seconds(config: Config, duration: Duration, has_spot_watcher: bool) -> float:
+    """Seconds of training that an interruption repeats: one step with a spot watcher, since the run saves after the
+    current step; else half the checkpoint interval."""
+    if has_spot_watcher:
+        return duration.step_s
     train = config.recipe.train
-    each = found.updates / train.epochs
-    between = min(train.save_every or each, train.evaluate_every or each)
-    return between / 2 * found.update_s
+    steps_per_epoch = duration.steps / train.epochs
+    save_interval = min(train.save_every or steps_per_epoch, train.evaluate_every or steps_per_epoch)
+    return save_interval / 2 * duration.step_s
 
 
-def money(
-    cluster: Cluster, nodes: placement.Nodes, table: Mapping[str, Price], total_h: float, repeats_s: float
-) -> pricing.Cost | None:
-    """None where the price of a node is not known."""
-    return pricing.of_nodes(cluster, nodes, table, total_h, repeats_s=repeats_s, restart_s=NODE_S + START_S)
+def plan_cost(
+    cluster: PlannedCluster,
+    nodes: placement.NodeCounts,
+    price_table: Mapping[str, Price],
+    hours: float,
+    repeated_s: float,
+) -> cost_estimate.RunCost | None:
+    """Cost of the run; None if the price of a node is unknown."""
+    return cost_estimate.node_cost(
+        cluster, nodes, price_table, hours, repeated_s=repeated_s, restart_s=NODE_START_S + RUN_START_S
+    )
 
 
-def untold(train: Train) -> list[str]:
-    """What is to be said of settings whose costs nobody foretells."""
-    found = []
-    for name in ("shard", "tensor", "pipeline", "context"):
+def unmodelled_costs(train: TrainConfig) -> list[str]:
+    """Notes about settings whose costs are not estimated."""
+    notes = []
+    for name in ("zero_stage", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
         if getattr(train, name) > 1:
-            found.append(f"train.{name}: what workers send each other within a pass is not foretold")
-    if train.context > 1:
-        found.append("train.context: memory is that of workers which have all tokens")
-    if train.pipeline > 1:
-        found.append("train.pipeline: memory is that of workers which have all layers")
-    return found
+            notes.append(f"train.{name}: communication within a micro-batch is not estimated")
+    if train.context_parallel_size > 1:
+        notes.append("train.context_parallel_size: memory is estimated as if each worker had all tokens")
+    if train.pipeline_parallel_size > 1:
+        notes.append("train.pipeline_parallel_size: memory is estimated as if each worker had all layers")
+    return notes
 
 
-def document(
-    layout: Layout,
-    chosen: Chosen,
-    found: Hours,
-    total_h: float,
-    cost: pricing.Cost | None,
-    pace: paces.Pace,
-    said: Sequence[str],
+def plan_document(
+    placement_plan: PlacementPlan,
+    choice: PlacedLayout,
+    duration: Duration,
+    hours: float,
+    cost: cost_estimate.RunCost | None,
+    throughput: throughput_model.Throughput,
+    notes: Sequence[str],
 ) -> dict[str, Any]:
-    """The plan as JSON."""
-    parts = {name: round(value / 1e6, 1) for name, value in asdict(chosen.need).items() if value}
+    """Build the JSON document of the plan."""
+    memory_mb = {name: round(value / 1e6, 1) for name, value in asdict(choice.worker_memory).items() if value}
     return {
         "fits": True,
-        "device": layout.device,
-        "workers": layout.room,
-        "trials": layout.trials,
-        "data_cpus": layout.spare,
-        "nodes": dict(chosen.nodes),
-        "strategy": chosen.way.strategy,
-        "tensor": chosen.way.tensor,
-        "pipeline": chosen.way.pipeline,
-        "recomputed_layers": chosen.way.gradient_checkpointing,
-        "why": chosen.why,
-        "memory_mb": {**parts, "total": round(chosen.need.total / 1e6, 1)},
-        "updates": found.updates,
-        "update_s": {"total": found.update_s, "compute": found.compute_s, "exchange": found.exchange_s},
-        "hours": total_h,
-        "seconds": {"train": found.train_s, "evaluate": found.evaluate_s, "start": found.start_s},
+        "device": placement_plan.device,
+        "workers": placement_plan.available_workers,
+        "trials": placement_plan.concurrent_trials,
+        "data_cpus": placement_plan.data_cpus,
+        "nodes": dict(choice.nodes),
+        "strategy": choice.layout.strategy,
+        "tensor_parallel_size": choice.layout.tensor_parallel_size,
+        "pipeline_parallel_size": choice.layout.pipeline_parallel_size,
+        "recomputed_layers": choice.layout.gradient_checkpointing,
+        "reason": choice.reason,
+        "memory_mb": {**memory_mb, "total": round(choice.worker_memory.total / 1e6, 1)},
+        "steps": duration.steps,
+        "step_s": {"total": duration.step_s, "compute": duration.compute_s, "all_reduce": duration.all_reduce_s},
+        "hours": hours,
+        "seconds": {"train": duration.train_s, "evaluate": duration.evaluate_s, "start": duration.start_s},
         "cost": None if cost is None else asdict(cost),
-        "pace": pace.why,
-        "notes": list(said),
+        "throughput": throughput.source,
+        "notes": list(notes),
     }
 
 
-def text(made: Mapping[str, Any]) -> list[str]:
-    """The plan as lines."""
-    memory, update, cost = made["memory_mb"], made["update_s"], made["cost"]
-    nodes = ", ".join(f"{number} x {name}" for name, number in made["nodes"].items()) or "the head alone"
+def format_plan(plan: Mapping[str, Any]) -> list[str]:
+    """Format the plan for the terminal."""
+    memory, step, cost = plan["memory_mb"], plan["step_s"], plan["cost"]
+    nodes = ", ".join(f"{number} x {name}" for name, number in plan["nodes"].items()) or "the head alone"
     parts = ", ".join(f"{name} {value:,.0f}" for name, value in memory.items() if name != "total")
-    cut = "".join(f", {name} {made[name]}" for name in ("tensor", "pipeline") if made[name] > 1)
-    trials = f", {made['trials']} trials at a time" if made["trials"] > 1 else ""
+    parallel_sizes = "".join(
+        f", {name} {plan[name]}" for name in ("tensor_parallel_size", "pipeline_parallel_size") if plan[name] > 1
+    )
+    trials = f", {plan['trials']} trials at a time" if plan["trials"] > 1 else ""
     lines = [
-        f"fits       {made['workers']} workers ({made['device']}), {made['data_cpus']} CPUs for data{trials}; {nodes}",
-        f"strategy   {made['strategy']}{cut}{' with recomputed layers' if made['recomputed_layers'] else ''}: "
-        f"{made['why']}",
-        f"memory     {memory['total']:,.0f} MB a worker ({parts})",
-        f"an update  {update['total']:.3g} s: {update['compute']:.3g} computing, {update['exchange']:.3g} exchanging",
-        f"hours      {made['hours']:.2f}, {made['updates']:,} updates; {made['pace']}",
+        f"fits       {plan['workers']} workers ({plan['device']}), {plan['data_cpus']} CPUs for data{trials}; {nodes}",
+        "strategy   "
+        f"{plan['strategy']}{parallel_sizes}{' with recomputed layers' if plan['recomputed_layers'] else ''}: "
+        f"{plan['reason']}",
+        f"memory     {memory['total']:,.0f} MB per worker ({parts})",
+        f"step       {step['total']:.3g} s: {step['compute']:.3g} compute, {step['all_reduce']:.3g} all-reduce",
+        f"hours      {plan['hours']:.2f}, {plan['steps']:,} steps; {plan['throughput']}",
     ]
     if cost is None:
-        unknown = "unknown: a node's price is not known; write it, or that of a worker's hour, into a file (--prices)"
-        lines.append(f"money      {unknown}")
-    elif cost["of_workers"]:
-        lines.append(f"money      {cost['dollars']:.2f} $ by the price of a worker's hour")
+        unknown = "unknown: a node has no price; write it, or the price of a worker hour, into a file (--prices)"
+        lines.append(f"cost       {unknown}")
+    elif cost["is_per_worker"]:
+        lines.append(f"cost       {cost['dollars']:.2f} $ by the price of a worker hour")
     else:
-        lines.append(f"money      {cost['dollars']:.2f} $ on demand; {_of_spot(cost)}")
-    return [*lines, *(f"note       {note}" for note in made["notes"])]
+        lines.append(f"cost       {cost['dollars']:.2f} $ on demand; {_format_spot_cost(cost)}")
+    return [*lines, *(f"note       {note}" for note in plan["notes"])]
 
 
-def _of_spot(cost: Mapping[str, Any]) -> str:
+def _format_spot_cost(cost: Mapping[str, Any]) -> str:
     if cost["spot_dollars"] is None:
         return (
-            "spot nodes would be taken away faster than it gets on: write a smaller train.save_every, listen for spot "
-            "notices, or have fewer nodes"
+            "spot nodes are interrupted faster than the run progresses: set a smaller train.save_every, start a spot "
+            "watcher, or use fewer nodes"
         )
     return (
-        f"{cost['spot_dollars']:.2f} $ on spot nodes with {cost['interruptions']:.2g} interruptions expected, which "
+        f"{cost['spot_dollars']:.2f} $ on spot nodes with {cost['interruptions']:.2g} expected interruptions, which "
         f"add {cost['repeated_hours'] * 60:.1f} minutes"
     )
 
 
-def read_cluster(file: Path) -> dict[str, Any]:
-    """A cluster's file. Raises `ConfigError` where it is none."""
+def read_cluster_file(file: Path) -> dict[str, Any]:
+    """Read a cluster file. Raises `ConfigError` if the file is missing or invalid."""
     import yaml
 
     if not file.is_file():
         fix = "write one with rtrain cluster init --cloud aws"
-        raise ConfigError([Problem("--cluster", str(file), "no such file", fix, code="not_found")])
+        raise ConfigError([Problem("--cluster", str(file), "the file does not exist", fix, code="not_found")])
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: other bytes, a date that the calendar has not
-        reason, fix = f"no YAML ({error})", "see rtrain cluster lint"
-        raise ConfigError([Problem("--cluster", str(file), reason, fix, code="malformed")]) from None
-    return found if isinstance(found, dict) else {}
+        document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid bytes or dates
+        reason, fix = f"invalid YAML ({error})", "run rtrain cluster lint"
+        raise ConfigError([Problem("--cluster", str(file), reason, fix, code="invalid_cluster_file")]) from None
+    return document if isinstance(document, dict) else {}

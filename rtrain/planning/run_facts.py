@@ -1,6 +1,6 @@
-"""What is known of a run before it starts: its rows, their tokens, its model's size. No torch.
+"""Facts about a run before it starts: its rows, their tokens, the model's size. No torch.
 
-Rows are read and counted as the run will read them; of a sample the tokens are counted by the run's own tokenizer.
+Rows are read and counted as the run will read them; the tokens of a sample are counted with the run's tokenizer.
 """
 
 from collections import Counter
@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from rtrain.config import Model, Recipe
+from rtrain.config import ModelConfig, Recipe
 from rtrain.core import json_files
 from rtrain.core.errors import ConfigError, Problem
 from rtrain.core.ragged import Ints
@@ -21,50 +21,51 @@ from rtrain.data import checks, packing, row_reader
 from rtrain.data.splits import Splits
 from rtrain.data.store import shards
 from rtrain.models import local_attention
-from rtrain.models.pack_layout import PIECE
+from rtrain.models.pack_layout import MAX_CHUNK_TOKENS
 from rtrain.tasks import base
-from rtrain.tasks.encode import reading_of
+from rtrain.tasks.encode import resolve_window_spec
 
-MOST_ROWS: Final = 200_000
-"""Rows that are counted; of more, their number is asked for."""
-TOKENS: Final = 128
-"""Those of a row that is not read, where nobody says it."""
-SAMPLE: Final = 512
-"""Rows whose tokens are counted."""
+MAX_COUNTED_ROWS: Final = 200_000
+"""Maximum number of rows to count; larger data needs `--rows`."""
+DEFAULT_TOKENS_PER_ROW: Final = 128
+"""Default tokens per row for data that is not read."""
+SAMPLE_ROWS: Final = 512
+"""Sample size for token counts."""
 
 
 @dataclass(frozen=True)
-class Rows:
-    """The rows of a run."""
+class RowStats:
+    """Row counts and lengths of a run's data."""
 
     train: int
     valid: int
     test: int
-    windows: tuple[int, ...]
-    """Tokens of each window of a sample of rows."""
-    windows_of_row: float
-    """Mean over the sample."""
-    outputs: int = 2
-    """Numbers that the head answers with, where it is not as wide as a vocabulary."""
+    window_tokens: tuple[int, ...]
+    """Tokens of each window in a sample of rows."""
+    windows_per_row: float
+    """Mean of the sample."""
+    num_outputs: int = 2
+    """Outputs of the head, unless it predicts a vocabulary."""
 
     @property
-    def tokens_of_row(self) -> float:
-        return float(np.mean(self.windows)) * self.windows_of_row
+    def tokens_per_row(self) -> float:
+        return float(np.mean(self.window_tokens)) * self.windows_per_row
 
 
-def given(rows: int, tokens: int) -> Rows:
-    """So many rows for training, of one length; an eighth as many for validation and test each, as splits are."""
-    return Rows(rows, rows // 8, rows // 8, (tokens,), 1.0)
+def uniform_row_stats(rows: int, tokens: int) -> RowStats:
+    """Stats for `rows` training rows of equal length; validation and test get an eighth each, like the default
+    splits."""
+    return RowStats(rows, rows // 8, rows // 8, (tokens,), 1.0)
 
 
-def length(recipe: Recipe, tokens: int | None) -> int:
-    """Tokens of rows that are not read: so many, and of a task that packs its texts into blocks those of a block, all
-    of which are full. Raises `ConfigError` where both are said."""
-    longest = recipe.data.window_tokens
-    if not base.get(recipe.task).packs:
-        return min(tokens or TOKENS, longest)
+def assumed_tokens_per_row(recipe: Recipe, tokens: int | None) -> int:
+    """Tokens per row for data that is not read. A task that packs texts into blocks has full blocks. Raises
+    `ConfigError` if `tokens` is set for such a task."""
+    max_tokens = recipe.data.window_tokens
+    if not base.get_task(recipe.task).packs_text:
+        return min(tokens or DEFAULT_TOKENS_PER_ROW, max_tokens)
     if tokens is not None:
-        reason = f"rows of {recipe.task} are blocks of {longest} tokens, whatever the texts"
+        reason = f"rows of {recipe.task} are blocks of {max_tokens} tokens, whatever the texts"
         raise ConfigError(
             [
                 Problem(
@@ -76,134 +77,155 @@ def length(recipe: Recipe, tokens: int | None) -> int:
                 )
             ]
         )
-    return longest
+    return max_tokens
 
 
-def of_rows(recipe: Recipe, model: Path) -> Rows:
-    """The rows of `data.path` and its like. Raises `ConfigError` where there are too many to be counted here, and
-    `UserError` where a run would refuse them: too many are bad, or a split has none."""
-    source = row_reader.inspect(recipe.data)
-    splits, counts = Splits.of(recipe.data, source), dict.fromkeys(("train", "valid", "test"), 0)
-    task, tokenizer = base.get(recipe.task), shards.tokenizer_of(recipe, model)
-    kept, labels = list[row_reader.Record](), Counter[str]()
-    total, bad = 0, list[str]()
+def measure_rows(recipe: Recipe, model: Path) -> RowStats:
+    """Count the rows of `data.path` and the other data settings. Raises `ConfigError` if there are too many to count,
+    and `UserError` if a run would refuse them: too many bad rows, or an empty split."""
+    source = row_reader.inspect_source(recipe.data)
+    splits, counts = Splits.from_config(recipe.data, source), dict.fromkeys(("train", "valid", "test"), 0)
+    task, tokenizer = base.get_task(recipe.task), shards.load_task_tokenizer(recipe, model)
+    sampled_rows, labels = list[row_reader.SourceRow](), Counter[str]()
+    total, bad_rows = 0, list[str]()
     generator = np.random.default_rng(0)
-    for piece in source.pieces:
-        read: Iterator[Any] = row_reader.read(piece, recipe.data)
-        if task.packs:
-            read = packing.packed(read, tokenizer, recipe.data.window_tokens, partial(splits.split, role=piece.role))
-        for number, record in enumerate(islice(read, MOST_ROWS + 1)):
-            if number == MOST_ROWS:
-                reason, fix = f"more than {MOST_ROWS:,} rows", "write how many there are to train on: --rows N"
-                raise ConfigError([Problem("data.path", piece.uri, reason, fix, code="too_large")])
+    for source_file in source.files:
+        row_iterator: Iterator[Any] = row_reader.read_rows(source_file, recipe.data)
+        if task.packs_text:
+            row_iterator = packing.pack_documents(
+                row_iterator, tokenizer, recipe.data.window_tokens, partial(splits.assign_split, role=source_file.role)
+            )
+        for row_index, record in enumerate(islice(row_iterator, MAX_COUNTED_ROWS + 1)):
+            if row_index == MAX_COUNTED_ROWS:
+                reason, fix = f"more than {MAX_COUNTED_ROWS:,} rows", "write the number of training rows: --rows N"
+                raise ConfigError([Problem("data.path", source_file.uri, reason, fix, code="too_large")])
             total += 1
-            if (flaw := shards.judged(record, task).reason) is not None:
-                bad.append(f"{Path(piece.uri).name}:{record.line}: {flaw}")
+            if (rejection := shards.validate_source_row(record, task).reason) is not None:
+                bad_rows.append(f"{Path(source_file.uri).name}:{record.line}: {rejection}")
                 continue
-            split = splits.split(record, piece.role)
-            if split == "train" and record.label == recipe.data.outside:
-                continue  # it is not trained on
+            split = splits.assign_split(record, source_file.role)
+            if split == "train" and record.label == recipe.data.out_of_scope_label:
+                continue  # out-of-scope rows are not trained on
             counts[split] += 1
             if split == "train":
                 labels[record.label] += 1
-                # Each is in the sample with the same probability.
-                place = len(kept) if len(kept) < SAMPLE else int(generator.integers(counts["train"]))
-                if place < SAMPLE:
-                    kept[place : place + 1] = [record]
-    row_reader.refuse_if_too_bad(len(bad), total, bad, recipe.data)
-    checks.empty_splits(recipe, counts)
-    windows, each = _windows(recipe, task, tokenizer, kept)
-    outputs = max(1, len(task.head(labels, tokenizer).labels))
-    return Rows(counts["train"] * (1 + _copies(recipe)), counts["valid"], counts["test"], windows, each, outputs)
+                # Reservoir sampling: each row has the same probability.
+                index = (
+                    len(sampled_rows) if len(sampled_rows) < SAMPLE_ROWS else int(generator.integers(counts["train"]))
+                )
+                if index < SAMPLE_ROWS:
+                    sampled_rows[index : index + 1] = [record]
+    row_reader.check_bad_row_share(len(bad_rows), total, bad_rows, recipe.data)
+    checks.check_splits_not_empty(recipe, counts)
+    windows, windows_per_row = _windows(recipe, task, tokenizer, sampled_rows)
+    num_outputs = max(1, len(task.build_head(labels, tokenizer).labels))
+    return RowStats(
+        counts["train"] * (1 + _augmented_copies(recipe)),
+        counts["valid"],
+        counts["test"],
+        windows,
+        windows_per_row,
+        num_outputs,
+    )
 
 
-def _copies(recipe: Recipe) -> int:
-    """Further rows that each training row is given, at most: a text with few words to change gets fewer."""
+def _augmented_copies(recipe: Recipe) -> int:
+    """Maximum number of augmented copies of a training row: a text with few replaceable words gets fewer."""
     augment = recipe.augment
     return augment.copies + (augment.variants if augment.paraphrase else 0)
 
 
 def _windows(
-    recipe: Recipe, task: base.Task, tokenizer: Any, kept: list[row_reader.Record]
+    recipe: Recipe, task: base.Task, tokenizer: Any, sampled_rows: list[row_reader.SourceRow]
 ) -> tuple[tuple[int, ...], float]:
-    if not kept or task.packs:
+    if not sampled_rows or task.packs_text:
         return (recipe.data.window_tokens,), 1.0
-    pairs = None if kept[0].pair is None else [record.pair or "" for record in kept]
-    reading = reading_of(task, recipe.data)
-    encoded = task.encode(tokenizer, [record.text for record in kept], pairs, reading.max_windows)
-    found = tuple(window.tokens for row in encoded for window in row.windows)
-    return found, len(found) / len(encoded)
+    pairs = None if sampled_rows[0].pair is None else [record.pair or "" for record in sampled_rows]
+    reading = resolve_window_spec(task, recipe.data)
+    encoded = task.encode(tokenizer, [record.text for record in sampled_rows], pairs, reading.max_windows)
+    window_tokens = tuple(window.num_tokens for row in encoded for window in row.windows)
+    return window_tokens, len(window_tokens) / len(encoded)
 
 
 # ------------------------------------------------------------------------------------------------------------ the model
 
 
 @dataclass(frozen=True)
-class Shape:
-    """An encoder's sizes, as its config.json has them by whatever names."""
+class EncoderShape:
+    """Sizes of an encoder, from its config.json."""
 
-    hidden: int
-    layers: int
-    inner: int
-    vocabulary: int
-    gated: bool = False
-    """Whether the feed-forward layer multiplies two products of its input, of three matrices in all."""
-    reach: int = 0
-    """Tokens that a token reads on either side, in layers that do not read all of a window."""
-    local_layers: int = 0
-    """Layers that do not."""
+    hidden_size: int
+    num_layers: int
+    intermediate_size: int
+    vocab_size: int
+    is_gated: bool = False
+    """Whether the feed-forward layer is gated: three matrices instead of two."""
+    attention_reach: int = 0
+    """Attention window on either side, in layers with local attention."""
+    num_local_layers: int = 0
+    """Number of layers with local attention."""
 
     @property
-    def table(self) -> int:
+    def embedding_bytes(self) -> int:
         """Bytes of the word embedding in fp32."""
-        return 4 * self.vocabulary * self.hidden
+        return 4 * self.vocab_size * self.hidden_size
 
     @property
-    def layer(self) -> int:
+    def layer_bytes(self) -> int:
         """Bytes of a layer's matrices in fp32."""
-        return 4 * (4 * self.hidden * self.hidden + (3 if self.gated else 2) * self.hidden * self.inner)
+        return 4 * (
+            4 * self.hidden_size * self.hidden_size
+            + (3 if self.is_gated else 2) * self.hidden_size * self.intermediate_size
+        )
 
     @property
-    def weights(self) -> int:
-        """Bytes of all weights in fp32, about."""
-        return self.table + self.layers * self.layer
+    def weight_bytes(self) -> int:
+        """Approximate bytes of all weights in fp32."""
+        return self.embedding_bytes + self.num_layers * self.layer_bytes
 
     @property
-    def head(self) -> int:
-        """Bytes of a head's weights in fp32, about: a square of the width."""
-        return 4 * self.hidden * self.hidden
+    def head_bytes(self) -> int:
+        """Approximate bytes of a head's weights in fp32: hidden size squared."""
+        return 4 * self.hidden_size * self.hidden_size
 
-    def flops(self, windows: Ints, *, answers_words: bool = False) -> float:
-        """Operations of a forward and backward pass over windows of so many tokens: two for each weight of the matrices
-        and token, four for each number of a layer and two tokens of which one reads the other; three times that with
-        the backward pass. `answers_words`: the head of a masked language model, which answers 15 % of them."""
-        matrices = self.layers * self.layer / 4 + (0.15 * self.hidden * self.vocabulary if answers_words else 0.0)
-        tokens = windows.astype(np.float64)
-        # Where attention is local, pieces of windows read what is within reach of any of their tokens.
-        near = np.minimum(tokens, 2 * self.reach + max(PIECE, self.reach))
-        read = (self.layers - self.local_layers) * tokens @ tokens + self.local_layers * tokens @ near
-        return float(3.0 * (2 * matrices * tokens.sum() + 4 * self.hidden * read))
+    def flops(self, window_tokens: Ints, *, predicts_tokens: bool = False) -> float:
+        """FLOPs of forward and backward over windows of the given lengths: two per matrix weight and token, four per
+        hidden unit and attended pair of tokens; times three for backward. `predicts_tokens`: adds the head of a masked
+        language model, which predicts 15 % of the tokens."""
+        matrix_weights = self.num_layers * self.layer_bytes / 4 + (
+            0.15 * self.hidden_size * self.vocab_size if predicts_tokens else 0.0
+        )
+        tokens = window_tokens.astype(np.float64)
+        # With local attention, a chunk of a window reads the tokens within reach of any of its tokens.
+        local_tokens = np.minimum(tokens, 2 * self.attention_reach + max(MAX_CHUNK_TOKENS, self.attention_reach))
+        attended_tokens = (
+            self.num_layers - self.num_local_layers
+        ) * tokens @ tokens + self.num_local_layers * tokens @ local_tokens
+        return float(3.0 * (2 * matrix_weights * tokens.sum() + 4 * self.hidden_size * attended_tokens))
 
 
-NAMES: Final = {
-    "hidden": ("hidden_size", "dim", "d_model"),
-    "layers": ("num_hidden_layers", "n_layers"),
-    "inner": ("intermediate_size", "hidden_dim"),
-    "vocabulary": ("vocab_size",),
+CONFIG_KEYS: Final = {
+    "hidden_size": ("hidden_size", "dim", "d_model"),
+    "num_layers": ("num_hidden_layers", "n_layers"),
+    "intermediate_size": ("intermediate_size", "hidden_dim"),
+    "vocab_size": ("vocab_size",),
 }
 
 
-GATED: Final = ("modernbert",)
-"""Architectures whose feed-forward layers are gated; and whose attention is local in most layers."""
+GATED_ARCHITECTURES: Final = ("modernbert",)
+"""Architectures with gated feed-forward layers and mostly local attention."""
 
 
-def of_model(folder: Path, chosen: Model | None = None) -> Shape:
-    """The sizes in a model's config.json, and of a recipe's `chosen` settings how far its tokens read. Raises
-    `ConfigError` where it has other names for them."""
-    known = json_files.read(folder / "config.json")
-    found = {key: next((known[name] for name in names if name in known), None) for key, names in NAMES.items()}
-    if lacking := [NAMES[key][0] for key, value in found.items() if value is None]:
-        reason = f"its config.json has no {', '.join(lacking)}"
+def read_encoder_shape(folder: Path, model_settings: ModelConfig | None = None) -> EncoderShape:
+    """Read the sizes in a model's config.json, and the attention window of `model_settings`. Raises `ConfigError` for
+    unknown keys."""
+    model_config = json_files.load_json_object(folder / "config.json")
+    values = {
+        key: next((model_config[name] for name in names if name in model_config), None)
+        for key, names in CONFIG_KEYS.items()
+    }
+    if missing := [CONFIG_KEYS[key][0] for key, value in values.items() if value is None]:
+        reason = f"its config.json has no {', '.join(missing)}"
         raise ConfigError(
             [
                 Problem(
@@ -211,18 +233,29 @@ def of_model(folder: Path, chosen: Model | None = None) -> Shape:
                 )
             ]
         )
-    sizes = {key: int(value) for key, value in found.items() if value is not None}
-    reach, local_layers = _local(known, sizes["layers"], chosen.local_attention if chosen else None)
-    return Shape(**sizes, gated=known.get("model_type") in GATED, reach=reach, local_layers=local_layers)
+    sizes = {key: int(value) for key, value in values.items() if value is not None}
+    attention_reach, num_local_layers = _local_attention(
+        model_config, sizes["num_layers"], model_settings.attention_window if model_settings else None
+    )
+    return EncoderShape(
+        **sizes,
+        is_gated=model_config.get("model_type") in GATED_ARCHITECTURES,
+        attention_reach=attention_reach,
+        num_local_layers=num_local_layers,
+    )
 
 
-def _local(known: Mapping[str, Any], layers: int, asked: int | None) -> tuple[int, int]:
-    """How far a token reads on either side, and in how many layers it reads no further: in all of them where the
-    recipe or the model's own training has `asked` for it. ModernBERT's defaults are those of Transformers."""
-    if (own := asked or known.get(local_attention.KEY)) is not None:
-        return own, layers
-    if known.get("model_type") not in GATED:
+def _local_attention(model_config: Mapping[str, Any], layers: int, attention_window: int | None) -> tuple[int, int]:
+    """Attention window on either side, and the number of local layers: all of them if the recipe or the model's own
+    config sets `attention_window`. ModernBERT's defaults follow Transformers."""
+    if (window := attention_window or model_config.get(local_attention.CONFIG_KEY)) is not None:
+        return window, layers
+    if model_config.get("model_type") not in GATED_ARCHITECTURES:
         return 0, 0
-    every = known.get("global_attn_every_n_layers", 3)
-    kinds = known.get("layer_types") or ["local" if place % every else "full_attention" for place in range(layers)]
-    return known.get("local_attention", 128) // 2, sum(kind != "full_attention" for kind in kinds)
+    global_every = model_config.get("global_attn_every_n_layers", 3)
+    layer_types = model_config.get("layer_types") or [
+        "local" if index % global_every else "full_attention" for index in range(layers)
+    ]
+    return model_config.get("local_attention", 128) // 2, sum(
+        layer_type != "full_attention" for layer_type in layer_types
+    )

@@ -1,4 +1,4 @@
-"""How fast a worker computes: as a finished run has shown, or by a table of assumptions. Pure, but for a run's log."""
+"""Throughput of a worker: measured by a finished run, or assumed from a table. Pure, except for reading a run's log."""
 
 import re
 from collections.abc import Mapping
@@ -9,180 +9,198 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from rtrain import config as configuration
-from rtrain.config import Recipe, Train
+from rtrain.config import Recipe, TrainConfig
 from rtrain.core import events
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
-from rtrain.planning.run_facts import Rows, Shape, of_model
+from rtrain.planning.run_facts import EncoderShape, RowStats, read_encoder_shape
 
-STEP: Final = 7
-"""Bytes that AdamW's step moves for each of the weights' own: it reads weight, gradient and two moments, and writes all
-but the gradient."""
-
-
-@dataclass(frozen=True)
-class Compute:
-    """One worker's own work, of one model, one precision and one kind of processor."""
-
-    step_s: float
-    """Seconds of an update whatever its rows: the optimizer, and what surrounds it."""
-    pass_s: float
-    """Seconds of a pass of `micro_batch` rows, of the rows' mean length."""
-
-    def seconds(self, passes: float) -> float:
-        """Seconds of an update of so many passes, without any exchange."""
-        return self.step_s + passes * self.pass_s
-
-
-def between(first: tuple[float, float], second: tuple[float, float]) -> Compute:
-    """The work by which two updates, of (passes, seconds), took as long as they did."""
-    (few, short), (many, long) = sorted([first, second])
-    pass_s = max(0.0, (long - short) / (many - few))
-    return Compute(max(0.0, short - few * pass_s), pass_s)
+ADAMW_BYTES_PER_BYTE: Final = 7
+"""Bytes that AdamW moves per byte of weights: it reads weight, gradient and two moments, and writes weight and
+moments."""
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is the same of a model wherever it is trained."""
+class ComputeTime:
+    """Compute time of one worker, for one model, precision and processor."""
+
+    overhead_s: float
+    """Fixed seconds per step: the optimizer and the loop."""
+    micro_batch_s: float
+    """Seconds of a micro-batch of `micro_batch_size` rows of mean length."""
+
+    def step_seconds(self, micro_batches: float) -> float:
+        """Seconds of a step of `micro_batches` micro-batches, without all-reduce."""
+        return self.overhead_s + micro_batches * self.micro_batch_s
+
+
+def fit_two_points(first: tuple[float, float], second: tuple[float, float]) -> ComputeTime:
+    """Fit the compute time to two steps, each a pair (micro-batches, seconds)."""
+    (few_batches, short_s), (many_batches, long_s) = sorted([first, second])
+    micro_batch_s = max(0.0, (long_s - short_s) / (many_batches - few_batches))
+    return ComputeTime(max(0.0, short_s - few_batches * micro_batch_s), micro_batch_s)
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """Work of a model, independent of the hardware."""
 
     flops: float
-    """Operations of a forward and backward pass of `micro_batch` rows."""
-    gradient: float
-    """Bytes that are exchanged in an update."""
-    weights: float
-    """Bytes of the weights that the optimizer steps."""
+    """FLOPs of forward and backward of a micro-batch of `micro_batch_size` rows."""
+    gradient_bytes: float
+    """Bytes that a step all-reduces."""
+    weight_bytes: float
+    """Bytes of the weights that the optimizer updates."""
 
 
 @dataclass(frozen=True)
-class Pace:
-    """How fast one worker is."""
+class Throughput:
+    """Speed of one worker."""
 
     flops_per_s: float
-    """Those of the products of a forward and backward pass, as they come to in training."""
-    memory_per_s: float
-    """Bytes that the optimizer moves in a second."""
-    why: str
-    """Where these numbers are from."""
-    exchange_s: float | None = None
-    """Seconds by which an exchange lengthens an update, for each byte of the gradient; None where nobody has measured
-    it."""
+    """FLOP/s that training reaches in matrix products."""
+    bandwidth: float
+    """Memory bandwidth of the optimizer step, in bytes per second."""
+    source: str
+    """Source of the numbers."""
+    all_reduce_s_per_byte: float | None = None
+    """Seconds that an all-reduce adds to a step per byte of gradients; None if not measured."""
 
-    def compute(self, work: Work) -> Compute:
-        return Compute(STEP * work.weights / self.memory_per_s, work.flops / self.flops_per_s)
-
-
-class Gpu(NamedTuple):
-    """What a GPU's data sheet says."""
-
-    half: float
-    """Operations a second in half precision, by tensor cores and without sparsity."""
-    single: float
-    """Operations a second in fp32: torch leaves TF32 off, and nothing here sets it."""
-    memory_per_s: float
-    """Bytes."""
-    gigabytes: float
+    def compute_time(self, model_work: ModelWork) -> ComputeTime:
+        return ComputeTime(
+            ADAMW_BYTES_PER_BYTE * model_work.weight_bytes / self.bandwidth, model_work.flops / self.flops_per_s
+        )
 
 
-# NVIDIA's data sheets. V100: of 16 GB, SXM2; A100: of 40 GB, SXM4; A100-80G: PCIe, the slower of two; H100, H200: SXM5.
-PEAK: Final[Mapping[str, Gpu]] = {
-    "V100": Gpu(125e12, 15.7e12, 900e9, 16),
-    "T4": Gpu(65e12, 8.1e12, 320e9, 16),
-    "A10": Gpu(125e12, 31.2e12, 600e9, 24),
-    "A10G": Gpu(70e12, 35e12, 600e9, 24),
-    "L4": Gpu(121e12, 30.3e12, 300e9, 24),
-    "L40S": Gpu(362e12, 91.6e12, 864e9, 48),
-    "A100": Gpu(312e12, 19.5e12, 1555e9, 40),
-    "A100-80G": Gpu(312e12, 19.5e12, 1935e9, 80),
-    "H100": Gpu(989e12, 67e12, 3350e9, 80),
-    "H200": Gpu(989e12, 67e12, 4800e9, 141),
+class GpuSpec(NamedTuple):
+    """A GPU's data sheet."""
+
+    half_flops_per_s: float
+    """FLOP/s in half precision, by dense tensor cores."""
+    fp32_flops_per_s: float
+    """FLOP/s in fp32: torch disables TF32 by default, and rtrain does not enable it."""
+    bandwidth: float
+    """Bytes per second."""
+    memory_gb: float
+
+
+# NVIDIA's data sheets. V100: 16 GB, SXM2; A100: 40 GB, SXM4; A100-80G: PCIe, the slower variant; H100, H200: SXM5.
+GPU_SPECS: Final[Mapping[str, GpuSpec]] = {
+    "V100": GpuSpec(125e12, 15.7e12, 900e9, 16),
+    "T4": GpuSpec(65e12, 8.1e12, 320e9, 16),
+    "A10": GpuSpec(125e12, 31.2e12, 600e9, 24),
+    "A10G": GpuSpec(70e12, 35e12, 600e9, 24),
+    "L4": GpuSpec(121e12, 30.3e12, 300e9, 24),
+    "L40S": GpuSpec(362e12, 91.6e12, 864e9, 48),
+    "A100": GpuSpec(312e12, 19.5e12, 1555e9, 40),
+    "A100-80G": GpuSpec(312e12, 19.5e12, 1935e9, 80),
+    "H100": GpuSpec(989e12, 67e12, 3350e9, 80),
+    "H200": GpuSpec(989e12, 67e12, 4800e9, 141),
 }
-"""By the names that Ray gives them. It calls one of 80 GB an A100 too, which is counted with 40."""
-UNKNOWN: Final = "A10G"
-"""The GPU whose figures are taken for one that is not in the table: a small one, so that a plan says too many hours
-rather than too few."""
-FORWARD: Final = 1 / 3
-"""The forward pass's share of a pass."""
-RECOMPUTED: Final = 4 / 3
-"""How many times as long a pass is whose layers are computed again: one more forward pass."""
-REACHED: Final = 0.3
-"""Share of a GPU's peak that training reaches: an assumption; 0.2 for small encoders, 0.4 for large ones."""
-MOVED: Final = 0.8
-"""Share of its memory's bandwidth that the optimizer's step reaches: an assumption."""
-CPU: Final = Pace(100e9, 20e9, "an assumption for a processor's core that computes bf16")
-"""About half of what a core of an AMD EPYC (Zen 5) came to with MiniLM, 229e9: clouds count two threads of a core."""
+"""By Ray's accelerator names. Ray calls the 80 GB model A100 too; it counts as 40 GB."""
+FALLBACK_GPU: Final = "A10G"
+"""Stand-in for a GPU that is not in the table: a small one, so that a plan overestimates the hours."""
+FORWARD_SHARE: Final = 1 / 3
+"""Forward's share of a micro-batch's time."""
+RECOMPUTE_FACTOR: Final = 4 / 3
+"""Factor of a micro-batch's time with activation checkpointing: one more forward."""
+FLOPS_UTILIZATION: Final = 0.3
+"""Share of a GPU's peak that training reaches, an assumption: 0.2 for small encoders, 0.4 for large ones."""
+BANDWIDTH_UTILIZATION: Final = 0.8
+"""Share of the memory bandwidth that the optimizer step reaches, an assumption."""
+CPU_THROUGHPUT: Final = Throughput(100e9, 20e9, "an assumption for a CPU core that computes bf16")
+"""About half of the 229e9 FLOP/s that a core of an AMD EPYC (Zen 5) reached with MiniLM: clouds count two threads per
+core."""
 
 
-def assumed(gpu: str, precision: str = "auto") -> Pace:
-    """The pace of a kind of GPU that nobody has measured; one that is not in the table is taken for `UNKNOWN`."""
-    known = PEAK.get(gpu)
-    peak = known or PEAK[UNKNOWN]
-    flops = peak.single if precision == "fp32" else peak.half
-    of = f"an {gpu}" if known else f"an {UNKNOWN}, for which the GPU of {gpu} is taken, as it is not known"
-    return Pace(REACHED * flops, MOVED * peak.memory_per_s, f"an assumption: {REACHED:.0%} of the peak of {of}")
+def assumed_throughput(gpu: str, precision: str = "auto") -> Throughput:
+    """Assumed throughput of a GPU model; `FALLBACK_GPU` stands in for an unknown one."""
+    spec = GPU_SPECS.get(gpu)
+    gpu_spec = spec or GPU_SPECS[FALLBACK_GPU]
+    flops = gpu_spec.fp32_flops_per_s if precision == "fp32" else gpu_spec.half_flops_per_s
+    description = f"an {gpu}" if spec else f"an {FALLBACK_GPU}, which stands in for the unknown GPU of {gpu}"
+    return Throughput(
+        FLOPS_UTILIZATION * flops,
+        BANDWIDTH_UTILIZATION * gpu_spec.bandwidth,
+        f"an assumption: {FLOPS_UTILIZATION:.0%} of the peak of {description}",
+    )
 
 
-def memory_per_s(device: str) -> float:
-    """Bytes that the optimizer moves in a second, by the name that a run's log has for its device: `cpu`, or that of a
-    GPU, e.g. `NVIDIA H100 80GB HBM3`. A GPU that is not in the table is taken for `UNKNOWN`."""
+def memory_bandwidth(device: str) -> float:
+    """Memory bandwidth of the optimizer step, by the device name in a run's log: `cpu`, or a GPU name such as `NVIDIA
+    H100 80GB HBM3`. `FALLBACK_GPU` stands in for an unknown GPU."""
     if device == "cpu":
-        return CPU.memory_per_s
-    known = (word for word in re.findall(r"\w+", device) if word in PEAK)
-    return assumed(next(known, UNKNOWN)).memory_per_s
+        return CPU_THROUGHPUT.bandwidth
+    known_gpus = (word for word in re.findall(r"\w+", device) if word in GPU_SPECS)
+    return assumed_throughput(next(known_gpus, FALLBACK_GPU)).bandwidth
 
 
-def frozen(recipe: Recipe) -> bool:
-    """Whether the head alone is trained."""
+def is_encoder_frozen(recipe: Recipe) -> bool:
+    """Whether only the head is trained."""
     return recipe.model.freeze == "encoder"
 
 
-def work(recipe: Recipe, shape: Shape, rows: Rows) -> Work:
-    """What a pass of `micro_batch` rows computes, and what an update of whole models exchanges and steps. Through a
-    frozen encoder nothing goes back: what its head, alone, takes is hardly anything."""
-    answers = recipe.task == "masked_lm"
-    windows = np.asarray(rows.windows)
-    per_row = shape.flops(windows, answers_words=answers) / len(windows) * rows.windows_of_row
-    if frozen(recipe):
-        return Work(FORWARD * per_row * recipe.train.micro_batch, shape.head, shape.head)
-    size = shape.weights
-    # The word embedding exchanges the rows that an update touched alone, which are few.
-    gradient = size if answers else size - shape.table
-    sent = gradient / 2 if recipe.train.gradient_compression == "bf16" else gradient
-    return Work(per_row * recipe.train.micro_batch, sent, size)
+def estimate_work(recipe: Recipe, shape: EncoderShape, row_stats: RowStats) -> ModelWork:
+    """Estimate the work of a micro-batch, and the bytes that a step all-reduces and updates. A frozen encoder has no
+    backward, and its head's work is negligible."""
+    predicts_tokens = recipe.task == "masked_lm"
+    window_tokens = np.asarray(row_stats.window_tokens)
+    flops_per_row = (
+        shape.flops(window_tokens, predicts_tokens=predicts_tokens) / len(window_tokens) * row_stats.windows_per_row
+    )
+    if is_encoder_frozen(recipe):
+        return ModelWork(
+            FORWARD_SHARE * flops_per_row * recipe.train.micro_batch_size, shape.head_bytes, shape.head_bytes
+        )
+    weight_bytes = shape.weight_bytes
+    # The word embedding synchronizes only the rows that a step touched, which are few.
+    gradient_bytes = weight_bytes if predicts_tokens else weight_bytes - shape.embedding_bytes
+    all_reduced_bytes = gradient_bytes / 2 if recipe.train.gradient_compression == "bf16" else gradient_bytes
+    return ModelWork(flops_per_row * recipe.train.micro_batch_size, all_reduced_bytes, weight_bytes)
 
 
-def passes(recipe: Recipe, workers: int) -> float:
-    """Passes of `micro_batch` rows of an update, on each of so many replicas."""
-    return recipe.rows_per_update / workers / recipe.train.micro_batch
+def micro_batches_per_step(recipe: Recipe, workers: int) -> float:
+    """Micro-batches of `micro_batch_size` rows per step, on each of `workers` replicas."""
+    return recipe.global_batch_size / workers / recipe.train.micro_batch_size
 
 
-def step_shares(train: Train, workers: int) -> int:
-    """Of so many workers, those that share the optimizer's step."""
-    parts = train.tensor * train.pipeline
-    return parts * (workers // parts if train.shard else 1)
+def optimizer_shares(train: TrainConfig, workers: int) -> int:
+    """Number of workers that share the optimizer step."""
+    model_parallel_workers = train.tensor_parallel_size * train.pipeline_parallel_size
+    return model_parallel_workers * (workers // model_parallel_workers if train.zero_stage else 1)
 
 
-def of_run(run: Run, models: Path | None = None) -> Pace:
-    """The pace of a run that has ended. Raises `UserError` where its log does not tell."""
+def measure_throughput(run: Run, models: Path | None = None) -> Throughput:
+    """Measure the throughput of a finished run. Raises `UserError` if its log has no completed attempt."""
     from rtrain.models import builder
 
-    last = events.trained(run.events())
-    if last is None or last[1]["updates"] <= last[0]["update"] or not last[1]["rows_seen"]:
-        reason = f"--like: {run} has not come to its end: nothing tells how long an update takes"
+    attempt = events.find_last_trained_attempt(run.events())
+    if attempt is None or attempt[1]["steps"] <= attempt[0]["step"] or not attempt[1]["rows_seen"]:
+        reason = f"--reference-run: {run} has not completed, so its step time is unknown"
         raise UserError(reason, code="not_finished")
-    started, ended = last
-    recipe = configuration.load(str(run.config)).recipe
+    started, ended = attempt
+    recipe = configuration.load_config(str(run.config)).recipe
     train, workers, device = recipe.train, started["workers"], started["device"]
-    shape = of_model(builder.resolve(recipe.model.name, models), recipe.model)
-    length = max(1, round(ended["real_tokens"] / ended["rows_seen"]))
-    done = work(recipe, shape, Rows(1, 0, 0, (length,), 1.0))
-    updates = ended["updates"] - started["update"]
-    update_s = ended["seconds"]["train"] / updates
-    exchanged = ended["exchange"] or {"seconds": 0.0}
-    step = 0.0 if device != "cpu" else STEP * done.weights / CPU.memory_per_s / step_shares(train, workers)
-    again = train.gradient_checkpointing and not frozen(recipe)
-    computing = max(update_s - exchanged["seconds"] - step, 0.1 * update_s) / (RECOMPUTED if again else 1)
-    rows = ended["rows_seen"] / updates / workers
-    rate = done.flops * rows / train.micro_batch / computing
-    each = exchanged["seconds"] / exchanged["bytes"] if exchanged["seconds"] else None
-    why = f"as {run.name} went on {workers} workers ({device}, {started['precision']})"
-    return Pace(rate, memory_per_s(device), why, each)
+    shape = read_encoder_shape(builder.resolve_folder(recipe.model.name, models), recipe.model)
+    tokens_per_row = max(1, round(ended["real_tokens"] / ended["rows_seen"]))
+    model_work = estimate_work(recipe, shape, RowStats(1, 0, 0, (tokens_per_row,), 1.0))
+    steps = ended["steps"] - started["step"]
+    step_s = ended["seconds"]["train"] / steps
+    all_reduce = ended["gradient_sync"] or {"seconds": 0.0}
+    optimizer_s = (
+        0.0
+        if device != "cpu"
+        else ADAMW_BYTES_PER_BYTE
+        * model_work.weight_bytes
+        / CPU_THROUGHPUT.bandwidth
+        / optimizer_shares(train, workers)
+    )
+    recomputes = train.gradient_checkpointing and not is_encoder_frozen(recipe)
+    compute_s = max(step_s - all_reduce["seconds"] - optimizer_s, 0.1 * step_s) / (
+        RECOMPUTE_FACTOR if recomputes else 1
+    )
+    rows_per_worker = ended["rows_seen"] / steps / workers
+    flops_per_s = model_work.flops * rows_per_worker / train.micro_batch_size / compute_s
+    all_reduce_s_per_byte = all_reduce["seconds"] / all_reduce["bytes"] if all_reduce["seconds"] else None
+    source = f"measured by {run.name} on {workers} workers ({device}, {started['precision']})"
+    return Throughput(flops_per_s, memory_bandwidth(device), source, all_reduce_s_per_byte)

@@ -1,4 +1,4 @@
-"""What a profile measures: a recipe as it stands, or a row for each combination of the settings that are swept."""
+"""Rows of a profile: the recipe unchanged, or one row per combination of swept settings."""
 
 import itertools
 from collections.abc import Sequence
@@ -11,114 +11,123 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from rtrain.core.errors import ConfigError, Problem
 
-SHORT = {
+SETTING_ALIASES = {
     "workers": "train.workers",
     "loader": "cluster.data_cpus",
     "precision": "train.precision",
 }
-"""Setting by the name that a sweep may call it; any other setting has its own name."""
-MOST = 32
-"""Rows of a profile: each starts its workers anew."""
-AS_IT_STANDS = "as it stands"
-_SETS_ROWS = {"train.rows_per_update", "train.aggregation_frequency"}
+"""Settings by their short names in a sweep; any other setting is swept by its full name."""
+MAX_ROWS = 32
+"""Maximum rows of a profile: each starts its own workers."""
+UNCHANGED_ROW = "unchanged"
+_BATCH_SIZE_SETTINGS = {"train.global_batch_size", "train.aggregation_frequency"}
 
 
 @dataclass(frozen=True)
-class Length:
-    """How many updates are trained: `warm_up` that are not measured, `updates` that are, and one more, which ends with
-    a checkpoint whatever the recipe's cadence."""
+class ProfileLength:
+    """Steps of a profile: `warm_up_steps` that are not measured, `steps` that are, and one more that ends with a
+    checkpoint."""
 
-    updates: int
-    warm_up: int
+    steps: int
+    warm_up_steps: int
 
     @property
-    def until(self) -> int:
-        return self.warm_up + self.updates + 1
+    def total_steps(self) -> int:
+        return self.warm_up_steps + self.steps + 1
 
 
 @dataclass(frozen=True)
-class Row:
+class ProfileRow:
     name: str
     settings: dict[str, Any]
-    """What is swept, by dotted name."""
+    """Swept values by setting name."""
     config: Config
 
 
-def rows(config: Config, sweeps: Sequence[str], length: Length) -> list[Row]:
-    """A row for each combination of the sweeps' values, e.g. of `workers=1,2` and `precision=fp32,bf16` four.
+def expand_sweeps(config: Config, sweeps: Sequence[str], length: ProfileLength) -> list[ProfileRow]:
+    """Expand sweeps into rows: `workers=1,2` and `precision=fp32,bf16` make four.
 
-    All rows train on the same rows in each update, those of the recipe as it stands, unless that is what is swept.
-    Raises `ConfigError` with all that is wrong.
+    All rows keep the recipe's global batch size unless it is swept. Raises `ConfigError` with all problems.
     """
-    named, problems = dict[str, list[Any]](), list[Problem]()
-    for text in sweeps:
-        name, values = _parsed(text, problems)
-        if name in named:
+    values_by_setting, problems = dict[str, list[Any]](), list[Problem]()
+    for sweep in sweeps:
+        name, values = _parse_sweep(sweep, problems)
+        if name in values_by_setting:
             problems.append(
-                Problem("--sweep", text, f"{name} is swept twice", "name all its values in one", code="named_twice")
+                Problem(
+                    "--sweep", sweep, f"{name} is swept twice", "write all its values in one --sweep", code="duplicate"
+                )
             )
-        named[name] = values
-    fixed = _fixed(config, length, set(named))
-    for name in (name for name in named if name in fixed and name not in _SETS_ROWS):
-        fix = "leave it out; --updates says how many updates are measured"
-        problems.append(Problem("--sweep", name, "a profile sets it itself", fix, code="conflicting_settings"))
-    found = list[Row]()
-    combinations = list(itertools.product(*named.values()))
-    if len(combinations) > MOST:
+        values_by_setting[name] = values
+    fixed_overrides = _fixed_overrides(config, length, set(values_by_setting))
+    for name in (name for name in values_by_setting if name in fixed_overrides and name not in _BATCH_SIZE_SETTINGS):
+        fix = "leave it out; --steps sets the number of measured steps"
+        problems.append(
+            Problem("--sweep", name, "the profile sets this setting itself", fix, code="conflicting_settings")
+        )
+    rows = list[ProfileRow]()
+    combinations = list(itertools.product(*values_by_setting.values()))
+    if len(combinations) > MAX_ROWS:
         fix = "sweep fewer settings at a time"
         problems.append(
             Problem(
-                "--sweep", None, f"{len(combinations)} rows, and a profile has {MOST} at most", fix, code="out_of_range"
+                "--sweep",
+                None,
+                f"{len(combinations)} rows; the maximum is {MAX_ROWS}",
+                fix,
+                code="out_of_range",
             )
         )
     if problems:
         raise ConfigError(problems)
     for combination in combinations:
-        chosen = dict(zip(named, combination, strict=True))
+        swept = dict(zip(values_by_setting, combination, strict=True))
         try:
-            found.append(Row(_name(chosen), chosen, configuration.with_overrides(config, {**fixed, **chosen})))
+            rows.append(
+                ProfileRow(_row_name(swept), swept, configuration.with_overrides(config, {**fixed_overrides, **swept}))
+            )
         except ConfigError as error:
             problems += [problem for problem in error.problems if problem not in problems]
     if problems:
         raise ConfigError(problems)
-    return found
+    return rows
 
 
-def _fixed(config: Config, length: Length, swept: set[str]) -> dict[str, Any]:
-    """What all rows have in common: no row ends an epoch's evaluation inside of what is measured, or its training, or
-    leaves copies behind, under the name that the row of another profile has."""
+def _fixed_overrides(config: Config, length: ProfileLength, swept: set[str]) -> dict[str, Any]:
+    """Overrides of all rows: no row evaluates, ends its training within the measured steps, or writes a remote copy,
+    whose name rows of other profiles share."""
     train = config.recipe.train
-    fixed: dict[str, Any] = {
-        "train.epochs": max(train.epochs, length.until + 1),  # an epoch has an update at least
-        "train.evaluate_every": length.until + 1,
+    overrides: dict[str, Any] = {
+        "train.epochs": max(train.epochs, length.total_steps + 1),  # an epoch has at least one step
+        "train.evaluate_every": length.total_steps + 1,
         "cluster.storage": None,
     }
-    if not swept & _SETS_ROWS:
-        fixed |= {"train.rows_per_update": config.recipe.rows_per_update, "train.aggregation_frequency": None}
-    elif "train.rows_per_update" in swept:
-        fixed["train.aggregation_frequency"] = None
+    if not swept & _BATCH_SIZE_SETTINGS:
+        overrides |= {"train.global_batch_size": config.recipe.global_batch_size, "train.aggregation_frequency": None}
+    elif "train.global_batch_size" in swept:
+        overrides["train.aggregation_frequency"] = None
     else:
-        fixed["train.rows_per_update"] = None
-    return fixed
+        overrides["train.global_batch_size"] = None
+    return overrides
 
 
-def _parsed(text: str, problems: list[Problem]) -> tuple[str, list[Any]]:
-    name, sign, values = text.partition("=")
-    name = SHORT.get(name.strip(), name.strip())
-    fix = f"write e.g. --sweep {next(iter(SHORT))}=1,2, or a setting by its own name"
-    if not sign or not values.strip():
-        problems.append(Problem("--sweep", text, "names no values", fix, code="missing"))
+def _parse_sweep(text: str, problems: list[Problem]) -> tuple[str, list[Any]]:
+    name, separator, values = text.partition("=")
+    name = SETTING_ALIASES.get(name.strip(), name.strip())
+    fix = f"write e.g. --sweep {next(iter(SETTING_ALIASES))}=1,2, or the full name of a setting"
+    if not separator or not values.strip():
+        problems.append(Problem("--sweep", text, "has no values", fix, code="missing"))
         return name, []
     try:
-        found = yaml.safe_load(f"[{values}]")
-    except (yaml.YAMLError, ValueError):  # ValueError: a date that the calendar has not
-        problems.append(Problem("--sweep", text, "its values are no list", fix, code="malformed"))
+        parsed_values = yaml.safe_load(f"[{values}]")
+    except (yaml.YAMLError, ValueError):  # ValueError: an invalid date
+        problems.append(Problem("--sweep", text, "the values are not a list", fix, code="invalid_value"))
         return name, []
-    if len(found) != len({repr(value) for value in found}):
-        problems.append(Problem("--sweep", text, "names a value twice", "leave it out", code="named_twice"))
-    return name, found
+    if len(parsed_values) != len({repr(value) for value in parsed_values}):
+        problems.append(Problem("--sweep", text, "has a duplicate value", "leave it out", code="duplicate"))
+    return name, parsed_values
 
 
-def _name(chosen: dict[str, Any]) -> str:
-    short = {setting: name for name, setting in SHORT.items()}
-    return " ".join(f"{short.get(name, name)}={value}" for name, value in chosen.items()) or AS_IT_STANDS
+def _row_name(swept: dict[str, Any]) -> str:
+    aliases = {setting: name for name, setting in SETTING_ALIASES.items()}
+    return " ".join(f"{aliases.get(name, name)}={value}" for name, value in swept.items()) or UNCHANGED_ROW

@@ -1,4 +1,4 @@
-"""One row of a profile, measured on the Ray that the process is connected to."""
+"""Measure one row of a profile on the connected Ray cluster."""
 
 import shutil
 from collections.abc import Callable
@@ -8,62 +8,62 @@ from typing import Any
 
 from rtrain.core.run_folder import Run
 from rtrain.profiling import measurements
-from rtrain.profiling.cases import Length, Row
-from rtrain.profiling.measurements import Worker
+from rtrain.profiling.cases import ProfileLength, ProfileRow
+from rtrain.profiling.measurements import ProfiledWorker
 from rtrain.report import summary
 from rtrain.runs import controller, prepare
 
 
 @dataclass(frozen=True)
-class Measured:
-    figures: dict[str, Any]
-    """The row of the profile's document."""
-    workers: tuple[Worker, ...]
+class MeasuredRow:
+    row_summary: dict[str, Any]
+    """The row in the profile's JSON document."""
+    workers: tuple[ProfiledWorker, ...]
 
 
-def row(
-    found: Row,
+def measure_row(
+    profile_row: ProfileRow,
     folder: Path,
-    length: Length,
+    length: ProfileLength,
     epochs: int,
     on_event: Callable[[dict[str, Any]], None],
     evaluate_every: int | None = None,
-) -> Measured:
-    """Train as the recipe says for so many updates, and read where their time went.
+) -> MeasuredRow:
+    """Train `length` steps of a row and measure their parts.
 
-    The run's folder is made at `folder` and removed in the end; the token store beside it is the one that training
-    uses. `epochs` and `evaluate_every`: of a whole run of the recipe. Where the training fails, the folder stays, with
-    its log.
+    The run folder is created at `folder` and removed at the end; the token store beside it is shared with training.
+    `epochs` and `evaluate_every` belong to a full run of the recipe. If the training fails, the folder and its log
+    remain.
     """
-    prepared = prepare.prepare(found.config, folder, tokens_root=folder.parent.parent)
+    prepared = prepare.prepare_run(profile_row.config, folder, tokens_root=folder.parent.parent)
 
-    def told(event: dict[str, Any]) -> None:
-        # It ends before the run that it begins does.
-        on_event({**event, "of": length.until} if event["kind"] == "progress" else event)
+    def forward_event(event: dict[str, Any]) -> None:
+        # The profile ends before the run would.
+        on_event({**event, "total_steps": length.total_steps} if event["kind"] == "progress" else event)
 
     try:
-        controller.fit(prepared, until=length.until, profile=True, reports=False, on_event=told)
+        controller.fit(prepared, end_step=length.total_steps, profile=True, write_reports=False, on_event=forward_event)
     except (KeyboardInterrupt, SystemExit):
         shutil.rmtree(folder)
         raise
     run, order = Run(folder), prepared.order
     workers = sorted(
-        (measurements.read_worker(path) for path in folder.glob(run.profile("*").name)), key=lambda one: one.rank
+        (measurements.read_worker(path) for path in folder.glob(run.profile("*").name)), key=lambda worker: worker.rank
     )
-    known = summary.summarise(run)
-    recipe, each = prepared.config.recipe, order.updates_per_epoch
-    facts = measurements.Facts(
-        name=found.name,
-        settings=found.settings,
-        precision=known["precision"],
-        device=known["device"],
-        rows_per_update=recipe.rows_per_update,
-        order_digest=known["order_digest"],
-        # Each evaluation saves too.
-        save_every=min(recipe.train.save_every or each, evaluate_every or each),
-        run_updates=epochs * each,
-        within=recipe.train.within,
+    run_summary = summary.summarize(run)
+    recipe, steps_per_epoch = prepared.config.recipe, order.steps_per_epoch
+    info = measurements.ProfiledRunInfo(
+        name=profile_row.name,
+        settings=profile_row.settings,
+        precision=run_summary["precision"],
+        device=run_summary["device"],
+        global_batch_size=recipe.global_batch_size,
+        order_digest=run_summary["order_digest"],
+        # Each evaluation saves a checkpoint.
+        save_every=min(recipe.train.save_every or steps_per_epoch, evaluate_every or steps_per_epoch),
+        run_steps=epochs * steps_per_epoch,
+        workers_per_replica=recipe.train.workers_per_replica,
     )
-    measured = Measured(measurements.of_row(facts, workers, length), tuple(workers))
+    measured_row = MeasuredRow(measurements.summarize_row(info, workers, length), tuple(workers))
     shutil.rmtree(folder)
-    return measured
+    return measured_row

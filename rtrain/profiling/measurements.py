@@ -1,4 +1,4 @@
-"""The figures of a profile, from what its workers have left (`rtrain.trainer.profiler`)."""
+"""Measurements of a profile, from the files of its workers (`rtrain.trainer.profiler`)."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -8,135 +8,140 @@ from typing import Any
 
 from rtrain.core import json_files
 from rtrain.core.errors import UserError
-from rtrain.parallel.timeline import Span
-from rtrain.profiling.cases import Length
+from rtrain.parallel.timeline import TimeSpan
+from rtrain.profiling.cases import ProfileLength
 from rtrain.trainer import step_timing
-from rtrain.trainer.step_timing import PARTS, Window
+from rtrain.trainer.step_timing import STEP_PARTS, StepWindow
 
 
 @dataclass(frozen=True)
-class Update:
-    window: Window
+class ProfiledStep:
+    window: StepWindow
     rows: int
-    """On this worker, as are its passes and its tokens."""
-    passes: int
+    """Rows on this worker, as are micro-batches and tokens."""
+    micro_batches: int
     real_tokens: int
 
 
 @dataclass(frozen=True)
-class Worker:
+class ProfiledWorker:
     rank: int
     host: str
     cores: int
-    """That its process may use."""
+    """Cores that the process may use."""
     cpu_seconds: float
-    """Its process's, all threads, over all of its updates."""
+    """CPU seconds of the process, all threads, over all steps."""
     seconds: float
-    """Those of all of its updates."""
+    """Wall seconds of all steps."""
     epoch: int
     """Nanoseconds since 1970 at its clock's zero."""
-    updates: tuple[Update, ...]
+    steps: tuple[ProfiledStep, ...]
 
 
-def read_worker(path: Path) -> Worker:
-    document = json_files.read(path)
-    updates = tuple(_update(one) for one in document.pop("windows"))
-    return Worker(**document, updates=updates)
+def read_worker(path: Path) -> ProfiledWorker:
+    document = json_files.load_json_object(path)
+    steps = tuple(_parse_step(entry) for entry in document.pop("steps"))
+    return ProfiledWorker(**document, steps=steps)
 
 
-def _update(found: Mapping[str, Any]) -> Update:
-    spans = tuple(Span(*one) for one in found["spans"])
-    window = Window(found["number"], found["start"], found["stop"], spans)
-    return Update(window, *(found[name] for name in ("rows", "passes", "real_tokens")))
+def _parse_step(entry: Mapping[str, Any]) -> ProfiledStep:
+    spans = tuple(TimeSpan(*span) for span in entry["spans"])
+    window = StepWindow(entry["step_number"], entry["start"], entry["stop"], spans)
+    return ProfiledStep(window, *(entry[name] for name in ("rows", "micro_batches", "real_tokens")))
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What else is known of a row."""
+class ProfiledRunInfo:
+    """Settings and results of a row."""
 
     name: str
     settings: Mapping[str, Any]
     precision: str
     device: str
-    rows_per_update: int
+    global_batch_size: int
     order_digest: str
-    """Digest of the rows of all updates that were trained, in their order."""
+    """Digest of the rows of all trained steps, in order."""
     save_every: int
-    """Updates between two checkpoints of the recipe's own."""
-    run_updates: int
-    """Updates of a whole run of the recipe."""
-    within: int = 1
-    """Workers of a replica, each of which tells the replica's rows."""
+    """Steps between two checkpoints in a run of the recipe."""
+    run_steps: int
+    """Steps of a full run of the recipe."""
+    workers_per_replica: int = 1
+    """Workers per replica; each reports the replica's rows."""
 
 
-def of_row(facts: Facts, workers: Sequence[Worker], length: Length) -> dict[str, Any]:
-    """A row of the profile's document. Seconds; `parts` of a worker add up to its `update`.
+def summarize_row(info: ProfiledRunInfo, workers: Sequence[ProfiledWorker], length: ProfileLength) -> dict[str, Any]:
+    """Build a row of the profile's JSON document. Times are seconds; the `parts` of a worker add up to its `step_s`.
 
-    Raises `UserError` where the workers have not trained all of `length`.
+    Raises `UserError` if a worker has not trained all steps of `length`.
     """
-    measured = {worker.rank: _measured(worker, length) for worker in workers}
-    of_workers = [_of_worker(worker, measured[worker.rank]) for worker in workers]
-    update = statistics.fmean(one["update"] for one in of_workers)
-    updates = list(zip(*measured.values(), strict=True))
+    steps_by_rank = {worker.rank: _measured_steps(worker, length) for worker in workers}
+    worker_summaries = [_summarize_worker(worker, steps_by_rank[worker.rank]) for worker in workers]
+    step_s = statistics.fmean(worker_summary["step_s"] for worker_summary in worker_summaries)
+    steps = list(zip(*steps_by_rank.values(), strict=True))
     counts = {
-        name: statistics.fmean(sum(getattr(one, name) for one in each) for each in updates) / facts.within
-        for name in ("rows", "real_tokens", "passes")
+        name: statistics.fmean(sum(getattr(step, name) for step in worker_steps) for worker_steps in steps)
+        / info.workers_per_replica
+        for name in ("rows", "real_tokens", "micro_batches")
     }
-    saves = [_saved(one) for worker in workers for one in worker.updates if _saved(one)]
-    save = statistics.fmean(saves) if saves else 0.0
+    save_times = [_checkpoint_seconds(step) for worker in workers for step in worker.steps if _checkpoint_seconds(step)]
+    mean_save_s = statistics.fmean(save_times) if save_times else 0.0
     return {
-        "name": facts.name,
-        "settings": dict(facts.settings),
+        "name": info.name,
+        "settings": dict(info.settings),
         "workers": len(workers),
-        "precision": facts.precision,
-        "device": facts.device,
-        "rows_per_update": facts.rows_per_update,
-        "passes_per_update": round(counts["passes"] * facts.within / len(workers), 3),
-        "update": update,
-        "median": statistics.median(one.window.wall / 1e9 for each in measured.values() for one in each),
-        "rows_per_second": counts["rows"] / update,
-        "real_tokens_per_second": counts["real_tokens"] / update,
-        "of_workers": of_workers,
-        "checkpoint": {"seconds": save, "every": facts.save_every, "per_update": save / facts.save_every},
-        "order_digest": facts.order_digest,
-        "run_updates": facts.run_updates,
+        "precision": info.precision,
+        "device": info.device,
+        "global_batch_size": info.global_batch_size,
+        "micro_batches_per_step": round(counts["micro_batches"] * info.workers_per_replica / len(workers), 3),
+        "step_s": step_s,
+        "median_step_s": statistics.median(
+            step.window.wall / 1e9 for steps in steps_by_rank.values() for step in steps
+        ),
+        "rows_per_second": counts["rows"] / step_s,
+        "real_tokens_per_second": counts["real_tokens"] / step_s,
+        "worker_summaries": worker_summaries,
+        "checkpoint": {"seconds": mean_save_s, "every": info.save_every, "per_step": mean_save_s / info.save_every},
+        "order_digest": info.order_digest,
+        "run_steps": info.run_steps,
         "hosts": {worker.host: worker.cores for worker in workers},
     }
 
 
-def _measured(worker: Worker, length: Length) -> list[Update]:
-    """The updates that are measured: not those of the warm-up, nor the last, which ends with a checkpoint."""
-    if len(worker.updates) != length.until:
+def _measured_steps(worker: ProfiledWorker, length: ProfileLength) -> list[ProfiledStep]:
+    """Measured steps: without warm-up, and without the last, which ends with a checkpoint."""
+    if len(worker.steps) != length.total_steps:
         raise UserError(
-            f"worker {worker.rank} has trained {len(worker.updates)} updates in one go, not {length.until}: the start "
-            "was interrupted, and what it measured is not whole; profile again",
+            f"worker {worker.rank} trained {len(worker.steps)} of {length.total_steps} steps: the attempt was "
+            "interrupted; profile again",
             code="interrupted",
         )
-    return list(worker.updates[length.warm_up : -1])
+    return list(worker.steps[length.warm_up_steps : -1])
 
 
-def _of_worker(worker: Worker, updates: Sequence[Update]) -> dict[str, Any]:
-    each = [step_timing.parts(one.window) for one in updates]
-    found = {name: statistics.fmean(one.of[name] for one in each) / 1e9 for name in PARTS}
+def _summarize_worker(worker: ProfiledWorker, steps: Sequence[ProfiledStep]) -> dict[str, Any]:
+    parts_by_step = [step_timing.break_down(step.window) for step in steps]
+    mean_parts = {
+        name: statistics.fmean(parts.nanoseconds[name] for parts in parts_by_step) / 1e9 for name in STEP_PARTS
+    }
     return {
         "rank": worker.rank,
         "host": worker.host,
-        "update": statistics.fmean(one.window.wall for one in updates) / 1e9,
-        "parts": found,
-        "hidden": statistics.fmean(one.hidden for one in each) / 1e9,
+        "step_s": statistics.fmean(step.window.wall for step in steps) / 1e9,
+        "parts": mean_parts,
+        "hidden": statistics.fmean(parts.hidden for parts in parts_by_step) / 1e9,
         "cores_busy": round(worker.cpu_seconds / worker.seconds, 3),
-        "each": [
+        "steps": [
             {
-                "update": one.window.number,
-                "seconds": one.window.wall / 1e9,
-                "parts": {name: value / 1e9 for name, value in parts.of.items()},
+                "step": step.window.step_number,
+                "seconds": step.window.wall / 1e9,
+                "parts": {name: value / 1e9 for name, value in parts.nanoseconds.items()},
                 "hidden": parts.hidden / 1e9,
             }
-            for one, parts in zip(updates, each, strict=True)
+            for step, parts in zip(steps, parts_by_step, strict=True)
         ],
     }
 
 
-def _saved(update: Update) -> float:
-    """Seconds of the update's checkpoint; 0 where it has none."""
-    return step_timing.parts(update.window).of[step_timing.CHECKPOINT] / 1e9
+def _checkpoint_seconds(step: ProfiledStep) -> float:
+    """Seconds of the step's checkpoint; 0 without one."""
+    return step_timing.break_down(step.window).nanoseconds[step_timing.CHECKPOINT] / 1e9

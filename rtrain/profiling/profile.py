@@ -1,4 +1,5 @@
-"""`rtrain profile RECIPE`: rows measured one after another, then the table, the page, the JSON document, the trace."""
+"""`rtrain profile RECIPE`: measure the rows in sequence, then write the table, the page, the JSON document and the
+trace."""
 
 import json
 import os
@@ -11,129 +12,142 @@ from typing import Any
 from rtrain.config import Config
 from rtrain.core import env, events
 from rtrain.core.errors import UserError
-from rtrain.models.int8_support import processor
-from rtrain.parallel.timeline import SENDS
+from rtrain.models.int8_support import read_cpu_name
+from rtrain.parallel.timeline import COMM_ASYNC
 from rtrain.profiling import measure, page
-from rtrain.profiling.cases import Length, Row
-from rtrain.profiling.measurements import Worker
+from rtrain.profiling.cases import ProfileLength, ProfileRow
+from rtrain.profiling.measurements import ProfiledWorker
 from rtrain.runs import prepare
 
-KIND, VERSION = "rtrain profile", 1
-NEEDED = ("name", "recipe", "task", "model", "length", "machine", "rows")
-"""What a document is not written without, and read for."""
-JSON, PAGE, TRACE = "profile.json", "profile.html", "trace.json"
-Session = Callable[[Config, Path], AbstractContextManager[None]]
+DOCUMENT_KIND, DOCUMENT_VERSION = "rtrain profile", 2
+REQUIRED_KEYS = ("name", "recipe", "task", "model", "length", "machine", "rows")
+"""Required keys of a profile document."""
+JSON_FILE, PAGE_FILE, TRACE_FILE = "profile.json", "profile.html", "trace.json"
+SessionFactory = Callable[[Config, Path], AbstractContextManager[None]]
 OnEvent = Callable[[dict[str, Any]], None]
 
 
-def check(configs: Iterable[Config], folder: Path) -> None:
-    """Refuse what can be refused, before Ray starts: of every row, what a training of it would be refused for."""
+def check_profile(configs: Iterable[Config], folder: Path) -> None:
+    """Refuse before Ray starts: each row is checked like a training run."""
     if folder.exists() and any(folder.iterdir()):
         raise UserError(f"--out: {folder} is not empty; name a new folder", code="not_empty")
     for config in configs:
-        prepare.check(config, folder.parent)
+        prepare.check_run(config, folder.parent)
 
 
-def run(
-    config: Config, rows: Sequence[Row], length: Length, folder: Path, session: Session, on_event: OnEvent
+def run_profile(
+    config: Config,
+    rows: Sequence[ProfileRow],
+    length: ProfileLength,
+    folder: Path,
+    session: SessionFactory,
+    on_event: OnEvent,
 ) -> dict[str, Any]:
-    """Measure `rows` of a recipe and write the files of the profile into `folder`; returns its document.
+    """Measure `rows` of a recipe, write the profile's files into `folder`, and return its document.
 
-    Each row has a `session` of its own: how many processors Ray has is part of what is measured.
+    Each row has its own `session`: the number of Ray's CPUs is part of the measurement.
     """
-    check((row.config for row in rows), folder)
-    load, measured = [os.getloadavg()[0]], list[measure.Measured]()
-    for number, row in enumerate(rows):
+    check_profile((row.config for row in rows), folder)
+    load_averages, measured_rows = [os.getloadavg()[0]], list[measure.MeasuredRow]()
+    for index, row in enumerate(rows):
         with session(row.config, folder):
             if len(rows) > 1:
-                on_event({"kind": "stage", "text": f"row {number + 1} of {len(rows)}: {row.name}"})
-            on_event(events.doing("reading the rows", "rows"))
-            place, train = folder / f"row-{number:02d}", config.recipe.train
-            measured.append(measure.row(row, place, length, train.epochs, on_event, train.evaluate_every))
+                on_event({"kind": "stage", "text": f"row {index + 1} of {len(rows)}: {row.name}"})
+            on_event(events.make_phase_event("reading the rows", "rows"))
+            row_folder, train = folder / f"row-{index:02d}", config.recipe.train
+            measured_rows.append(
+                measure.measure_row(row, row_folder, length, train.epochs, on_event, train.evaluate_every)
+            )
     document = {
-        "kind": KIND,
-        "version": VERSION,
+        "kind": DOCUMENT_KIND,
+        "version": DOCUMENT_VERSION,
         "name": folder.name,
         "recipe": config.recipe.name,
         "task": config.recipe.task,
         "model": config.recipe.model.name,
         "time": round(time.time(), 3),
-        "length": {"updates": length.updates, "warm_up": length.warm_up},
+        "length": {"steps": length.steps, "warm_up": length.warm_up_steps},
         "machine": {
             "host": os.uname().nodename,
-            "cores": env.cores(),
-            "processor": processor(),
-            "load": [*load, os.getloadavg()[0]],
+            "cores": env.available_cores(),
+            "processor": read_cpu_name(),
+            "load": [*load_averages, os.getloadavg()[0]],
         },
-        "rows": [one.figures for one in measured],
+        "rows": [measured_row.row_summary for measured_row in measured_rows],
     }
-    spans = [
+    events_of_rows = [
         event
-        for number, (row, one) in enumerate(zip(rows, measured, strict=True))
-        for event in trace_events(row.name, number, one.workers)
+        for number, (row, measured_row) in enumerate(zip(rows, measured_rows, strict=True))
+        for event in build_trace_events(row.name, number, measured_row.workers)
     ]
-    (folder / TRACE).write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": spans}), encoding="utf-8")
-    (folder / PAGE).write_text(page.page(document), encoding="utf-8")
-    (folder / JSON).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    (folder / TRACE_FILE).write_text(
+        json.dumps({"displayTimeUnit": "ms", "traceEvents": events_of_rows}), encoding="utf-8"
+    )
+    (folder / PAGE_FILE).write_text(page.render_profile(document), encoding="utf-8")
+    (folder / JSON_FILE).write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return document
 
 
-def read(path: Path) -> dict[str, Any]:
-    """A profile's document, by its file or by the folder of the profile. Raises `UserError` where there is none."""
-    file = path / JSON if path.is_dir() else path
+def read_profile(path: Path) -> dict[str, Any]:
+    """Read a profile document from its file or its folder. Raises `UserError` for anything else."""
+    file = path / JSON_FILE if path.is_dir() else path
     if not file.is_file():
-        raise UserError(f"--beside: {path} is no profile; name a {JSON} or the folder that holds it", code="not_found")
+        raise UserError(f"--compare: {path} is not a profile; name a {JSON_FILE} or its folder", code="not_found")
     try:
         document: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        version = document["version"] if document["kind"] == KIND else None
+        version = document["version"] if document["kind"] == DOCUMENT_KIND else None
     except (ValueError, KeyError, TypeError):
         version = None
-    if version != VERSION:
-        fix = (
-            "profile again with this version of rtrain" if version else f"name a {JSON} that rtrain profile has written"
+    if version != DOCUMENT_VERSION:
+        fix = "profile again with this version of rtrain" if version else f"name a {JSON_FILE} of rtrain profile"
+        raise UserError(
+            f"--compare: {file} is not a profile of version {DOCUMENT_VERSION}; {fix}", code="other_version"
         )
-        raise UserError(f"--beside: {file} is no profile of version {VERSION}; {fix}", code="other_version")
-    if lacking := [name for name in NEEDED if not document.get(name)]:
-        raise UserError(f"--beside: {file} lacks {', '.join(lacking)}; profile again", code="incomplete")
+    if missing := [name for name in REQUIRED_KEYS if not document.get(name)]:
+        raise UserError(f"--compare: {file} lacks {', '.join(missing)}; profile again", code="incomplete")
     return document
 
 
 # ----------------------------------------------------------------------------------------------------- the Chrome trace
 
-# The JSON object form of the Trace Event Format, which Perfetto (ui.perfetto.dev) and chrome://tracing open: complete
-# events (`X`) on a worker's main thread, which nest; and pairs of asynchronous events (`b`, `e`) for parts of an
-# exchange that are under way beside it, since several are at a time.
-MAIN = 1
-"""Thread of what the worker does itself."""
-ROWS_APART = 1000
-"""Process ids from one row of the profile to the next."""
+# The Trace Event Format of Perfetto (ui.perfetto.dev) and chrome://tracing: nested complete events (`X`) on a worker's
+# main thread, and pairs of asynchronous events (`b`, `e`) for gradient buckets in flight, since several overlap.
+MAIN_THREAD = 1
+"""Thread of the worker's own work."""
+PROCESS_IDS_PER_ROW = 1000
+"""Process ids per row of the profile."""
 
 
-def trace_events(name: str, number: int, workers: Sequence[Worker]) -> list[dict[str, Any]]:
-    """The events of row `number`, from 0, of a profile. Times are microseconds since its first update."""
-    begin = min(one.updates[0].window.start + one.epoch for one in workers)
-    return [event for worker in workers for event in _of_worker(name, number * ROWS_APART, worker, begin)]
+def build_trace_events(name: str, index: int, workers: Sequence[ProfiledWorker]) -> list[dict[str, Any]]:
+    """Build the trace events of row `index` (from 0). Times are microseconds since its first step."""
+    start_ns = min(worker.steps[0].window.start + worker.epoch for worker in workers)
+    return [
+        event for worker in workers for event in _worker_events(name, index * PROCESS_IDS_PER_ROW, worker, start_ns)
+    ]
 
 
-def _of_worker(name: str, first: int, worker: Worker, begin: int) -> Iterator[dict[str, Any]]:
-    process = first + worker.rank
+def _worker_events(name: str, first_process_id: int, worker: ProfiledWorker, start_ns: int) -> Iterator[dict[str, Any]]:
+    process_id = first_process_id + worker.rank
     label = f"{name}, worker {worker.rank} on {worker.host}"
-    yield {"ph": "M", "name": "process_name", "pid": process, "args": {"name": label}}
-    yield {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": process}}
-    yield {"ph": "M", "name": "thread_name", "pid": process, "tid": MAIN, "args": {"name": "training"}}
+    yield {"ph": "M", "name": "process_name", "pid": process_id, "args": {"name": label}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": process_id, "args": {"sort_index": process_id}}
+    yield {"ph": "M", "name": "thread_name", "pid": process_id, "tid": MAIN_THREAD, "args": {"name": "training"}}
 
-    def at(moment: int) -> float:
-        return (moment + worker.epoch - begin) / 1e3
+    def to_trace_time(time_ns: int) -> float:
+        return (time_ns + worker.epoch - start_ns) / 1e3
 
-    for update in worker.updates:
-        window, counts = update.window, {"rows": update.rows, "passes": update.passes, "tokens": update.real_tokens}
-        span = {"ts": at(window.start), "dur": window.wall / 1e3, "pid": process, "tid": MAIN}
-        yield {"ph": "X", "name": f"update {window.number}", "cat": "update", **span, "args": counts}
-        for place, one in enumerate(window.spans):
-            known = {"name": one.kind, "cat": one.kind, "pid": process, "tid": MAIN}
-            if one.kind == SENDS:
-                identity = f"{process}-{window.number}-{place}"
-                yield {"ph": "b", "id": identity, "ts": at(one.start), **known}
-                yield {"ph": "e", "id": identity, "ts": at(one.stop), **known}
+    for step in worker.steps:
+        window, counts = (
+            step.window,
+            {"rows": step.rows, "micro_batches": step.micro_batches, "tokens": step.real_tokens},
+        )
+        timing = {"ts": to_trace_time(window.start), "dur": window.wall / 1e3, "pid": process_id, "tid": MAIN_THREAD}
+        yield {"ph": "X", "name": f"step {window.step_number}", "cat": "step", **timing, "args": counts}
+        for index, span in enumerate(window.spans):
+            common = {"name": span.kind, "cat": span.kind, "pid": process_id, "tid": MAIN_THREAD}
+            if span.kind == COMM_ASYNC:
+                span_id = f"{process_id}-{window.step_number}-{index}"
+                yield {"ph": "b", "id": span_id, "ts": to_trace_time(span.start), **common}
+                yield {"ph": "e", "id": span_id, "ts": to_trace_time(span.stop), **common}
             else:
-                yield {"ph": "X", "ts": at(one.start), "dur": (one.stop - one.start) / 1e3, **known}
+                yield {"ph": "X", "ts": to_trace_time(span.start), "dur": (span.stop - span.start) / 1e3, **common}

@@ -1,203 +1,227 @@
-"""The tables of a profile, for a terminal and for a page alike. Pure."""
+"""Tables of a profile, for the terminal and the page. Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtrain.report.drawing.svg import duration, rate
-from rtrain.trainer.step_timing import EXCHANGE, PARTS
+from rtrain.report.drawing.svg import format_duration, format_rate
+from rtrain.trainer.step_timing import GRADIENT_SYNC, STEP_PARTS
 
-Document = Mapping[str, Any]
+ProfileDocument = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Columns:
-    """A table as text: figures are set flush right from the column `figures` on."""
+class TextTable:
+    """A text table; numbers are right-aligned from column `first_number_column` on."""
 
-    head: tuple[str, ...]
+    header: tuple[str, ...]
     rows: Sequence[tuple[str, ...]]
-    figures: int = 1
+    first_number_column: int = 1
 
     @property
-    def text(self) -> str:
-        every = [self.head, *self.rows]
-        wide = [max(len(row[column]) for row in every) for column in range(len(self.head))]
+    def formatted(self) -> str:
+        all_rows = [self.header, *self.rows]
+        widths = [max(len(row[column]) for row in all_rows) for column in range(len(self.header))]
         return "\n".join(
             "  ".join(
-                cell.rjust(size) if column >= self.figures else cell.ljust(size)
-                for column, (cell, size) in enumerate(zip(row, wide, strict=True))
+                cell.rjust(size) if column >= self.first_number_column else cell.ljust(size)
+                for column, (cell, size) in enumerate(zip(row, widths, strict=True))
             ).rstrip()
-            for row in every
+            for row in all_rows
         )
 
 
-def ms(seconds: float) -> str:
+def format_ms(seconds: float) -> str:
     value = 1000 * seconds
     return f"{value:,.1f}" if value >= 9.95 else f"{value:.2f}"
 
 
-def named(part: str) -> str:
-    """A part as a reader writes it."""
+def part_label(part: str) -> str:
+    """Display name of a part."""
     return part.replace("_", " ")
 
 
-LEAST = 5e-6
-"""Seconds of a part that is shown: those that nothing was done in take a microsecond."""
+MIN_SHOWN_S = 5e-6
+"""Minimum seconds of a displayed part: an unused part takes about a microsecond."""
 
 
-def shown_parts(*documents: Document) -> list[str]:
-    """The parts that took any time somewhere."""
-    workers = [one for document in documents for row in document["rows"] for one in row["of_workers"]]
-    return [part for part in PARTS if any(one["parts"][part] >= LEAST for one in workers)]
+def visible_parts(*documents: ProfileDocument) -> list[str]:
+    """Parts that took time on any worker."""
+    workers = [worker for document in documents for row in document["rows"] for worker in row["worker_summaries"]]
+    return [part for part in STEP_PARTS if any(worker["parts"][part] >= MIN_SHOWN_S for worker in workers)]
 
 
-def where(document: Document) -> Columns:
-    """Milliseconds of an update by part, a line for each worker of each row."""
-    parts = shown_parts(document)
-    head = ("row", "worker", *map(named, parts), "update", "hidden", "cores busy")
+def time_table(document: ProfileDocument) -> TextTable:
+    """Milliseconds of a step by part, one line per worker and row."""
+    parts = visible_parts(document)
+    header = ("row", "worker", *map(part_label, parts), "step", "hidden", "cores busy")
     rows = [
         (
-            row["name"] if not place else "",
-            str(one["rank"]),
-            *(ms(one["parts"][part]) for part in parts),
-            *(ms(one["update"]), ms(one["hidden"]), f"{one['cores_busy']:.2f}"),
+            row["name"] if not index else "",
+            str(worker["rank"]),
+            *(format_ms(worker["parts"][part]) for part in parts),
+            *(format_ms(worker["step_s"]), format_ms(worker["hidden"]), f"{worker['cores_busy']:.2f}"),
         )
         for row in document["rows"]
-        for place, one in enumerate(row["of_workers"])
+        for index, worker in enumerate(row["worker_summaries"])
     ]
-    return Columns(head, rows)
+    return TextTable(header, rows)
 
 
-def speed(document: Document) -> Columns:
-    """A line for each row: how fast it was, and what a checkpoint costs."""
-    head = ("row", "update", "median", "rows/s", "tokens/s", "passes", "checkpoint", "every", "per update")
-    return Columns(
-        head,
+def speed_table(document: ProfileDocument) -> TextTable:
+    """Speed and checkpoint cost, one line per row."""
+    header = ("row", "step", "median", "rows/s", "tokens/s", "micro-batches", "checkpoint", "every", "per step")
+    return TextTable(
+        header,
         [
             (
-                *(row["name"], ms(row["update"]), ms(row["median"])),
-                *(rate(row["rows_per_second"]), f"{row['real_tokens_per_second']:,.0f}"),
-                *(f"{row['passes_per_update']:g}", ms(row["checkpoint"]["seconds"])),
-                *(f"{row['checkpoint']['every']:,}", ms(row["checkpoint"]["per_update"])),
+                *(row["name"], format_ms(row["step_s"]), format_ms(row["median_step_s"])),
+                *(format_rate(row["rows_per_second"]), f"{row['real_tokens_per_second']:,.0f}"),
+                *(f"{row['micro_batches_per_step']:g}", format_ms(row["checkpoint"]["seconds"])),
+                *(f"{row['checkpoint']['every']:,}", format_ms(row["checkpoint"]["per_step"])),
             )
             for row in document["rows"]
         ],
     )
 
 
-def scaling(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """A line for each row of a profile that differs from the others in its workers alone, by their number; none where
-    there are fewer than two. Speed-up and efficiency are beside the row of the fewest workers."""
+def scaling_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Scaling of a profile whose rows differ only in the number of workers, sorted by it; empty for fewer than two
+    rows. Speed-up and efficiency are relative to the fewest workers."""
     if len(rows) < 2 or any(set(row["settings"]) != {"train.workers"} for row in rows):
         return []
-    ordered = sorted(rows, key=lambda row: int(row["workers"]))
-    first = ordered[0]
-    return [_line(row, first) for row in ordered]
+    ordered_rows = sorted(rows, key=lambda row: int(row["workers"]))
+    reference = ordered_rows[0]
+    return [_scaling_row(row, reference) for row in ordered_rows]
 
 
-def _line(row: Mapping[str, Any], first: Mapping[str, Any]) -> dict[str, Any]:
-    speedup = first["update"] / row["update"]
+def _scaling_row(row: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    speedup = reference["step_s"] / row["step_s"]
     return {
         "workers": row["workers"],
-        "update": row["update"],
-        "run_seconds": row["update"] * row["run_updates"],
+        "step_s": row["step_s"],
+        "run_seconds": row["step_s"] * row["run_steps"],
         "speedup": speedup,
-        "efficiency": speedup * first["workers"] / row["workers"],
-        "exchange": statistics.fmean(one["parts"][EXCHANGE] for one in row["of_workers"]),
-        "hidden": statistics.fmean(one["hidden"] for one in row["of_workers"]),
+        "efficiency": speedup * reference["workers"] / row["workers"],
+        "gradient_sync": statistics.fmean(worker["parts"][GRADIENT_SYNC] for worker in row["worker_summaries"]),
+        "hidden": statistics.fmean(worker["hidden"] for worker in row["worker_summaries"]),
         "rows_per_second": row["rows_per_second"],
         "hosts": len(row["hosts"]),
         "order_digest": row["order_digest"],
-        "same_order": row["order_digest"] == first["order_digest"],
+        "same_order": row["order_digest"] == reference["order_digest"],
     }
 
 
-def warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What a reader of the table must know of the machine, a sentence each."""
-    found = []
-    crowded = [row for row in rows if row["device"] == "cpu" and row["workers"] > sum(row["hosts"].values())]
-    if crowded:
-        cores = sum(crowded[0]["hosts"].values())
-        most = max(row["workers"] for row in crowded)
-        found.append(
-            f"Up to {most} workers shared {cores} processor core{'' if cores == 1 else 's'}: Ray's CPUs are logical. "
-            f"Beyond {cores} workers the figures show what more workers cost, not what more cores would bring."
+def scaling_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Warnings about the measurement, one sentence each."""
+    messages = []
+    oversubscribed = [row for row in rows if row["device"] == "cpu" and row["workers"] > sum(row["hosts"].values())]
+    if oversubscribed:
+        cores = sum(oversubscribed[0]["hosts"].values())
+        max_workers = max(row["workers"] for row in oversubscribed)
+        messages.append(
+            f"Up to {max_workers} workers shared {cores} processor core{'' if cores == 1 else 's'}, since Ray's CPUs "
+            f"are logical. Beyond {cores} workers the table shows the overhead of workers, not the gain of cores."
         )
-    lines = scaling(rows)
+    lines = scaling_rows(rows)
     if lines and not all(line["same_order"] for line in lines):
-        found.append("The digests of the order differ: the rows were not the same in every row of the table.")
-    return found
+        messages.append("The order digests differ: the lines of the table did not train on the same rows.")
+    return messages
 
 
-def scaled(document: Document) -> Columns | None:
-    """The scaling table; None where the rows are no scaling."""
-    lines = scaling(document["rows"])
-    head = ("workers", "update", "a run", "speed-up", "efficiency", "exchange", "hidden", "rows/s", "hosts", "order")
+def scaling_table(document: ProfileDocument) -> TextTable | None:
+    """The scaling table; None if the rows are no scaling study."""
+    lines = scaling_rows(document["rows"])
+    header = (
+        "workers",
+        "step",
+        "a run",
+        "speed-up",
+        "efficiency",
+        "gradient sync",
+        "hidden",
+        "rows/s",
+        "hosts",
+        "order",
+    )
     rows = [
         (
-            *(str(one["workers"]), ms(one["update"]), duration(one["run_seconds"]), f"{one['speedup']:.2f}"),
-            *(f"{one['efficiency']:.0%}", ms(one["exchange"]), ms(one["hidden"]), rate(one["rows_per_second"])),
-            *(str(one["hosts"]), one["order_digest"][:12]),
+            *(
+                str(line["workers"]),
+                format_ms(line["step_s"]),
+                format_duration(line["run_seconds"]),
+                f"{line['speedup']:.2f}",
+            ),
+            *(
+                f"{line['efficiency']:.0%}",
+                format_ms(line["gradient_sync"]),
+                format_ms(line["hidden"]),
+                format_rate(line["rows_per_second"]),
+            ),
+            *(str(line["hosts"]), line["order_digest"][:12]),
         )
-        for one in lines
+        for line in lines
     ]
-    return Columns(head, rows, figures=0) if rows else None
+    return TextTable(header, rows, first_number_column=0) if rows else None
 
 
-def beside(documents: Sequence[Document], names: Sequence[str]) -> Columns:
-    """Two profiles, row by row in their order: milliseconds of each part in the mean of the workers, and the second
-    beside the first."""
-    parts = [*shown_parts(*documents), "update"]
-    head = ("row", "part", *names, "ratio")
+def comparison_table(documents: Sequence[ProfileDocument], names: Sequence[str]) -> TextTable:
+    """Compare two profiles row by row: mean milliseconds of each part, and the ratio of the second to the first."""
+    parts = [*visible_parts(*documents), "step"]
+    header = ("row", "part", *names, "ratio")
     lines = []
-    for one, other in zip(*(document["rows"] for document in documents), strict=False):
-        label = one["name"] if one["name"] == other["name"] else f"{one['name']} / {other['name']}"
-        for place, part in enumerate(parts):
-            values = [mean(row, part) for row in (one, other)]
+    for first_row, second_row in zip(*(document["rows"] for document in documents), strict=False):
+        label = (
+            first_row["name"]
+            if first_row["name"] == second_row["name"]
+            else f"{first_row['name']} / {second_row['name']}"
+        )
+        for index, part in enumerate(parts):
+            values = [mean_seconds(row, part) for row in (first_row, second_row)]
             ratio = f"{values[1] / values[0]:.2f}" if values[0] else "-"
-            lines.append((label if not place else "", named(part), *map(ms, values), ratio))
-    return Columns(head, lines, figures=2)
+            lines.append((label if not index else "", part_label(part), *map(format_ms, values), ratio))
+    return TextTable(header, lines, first_number_column=2)
 
 
-def unpaired(documents: Sequence[Document], names: Sequence[str]) -> list[str]:
-    """What is to be said of the rows of two profiles that have none beside them."""
+def unpaired_notes(documents: Sequence[ProfileDocument], names: Sequence[str]) -> list[str]:
+    """Notes about rows of one profile without a counterpart in the other."""
     pairs = min(len(document["rows"]) for document in documents)
-    left = {name: document["rows"][pairs:] for name, document in zip(names, documents, strict=True)}
+    unpaired_rows = {name: document["rows"][pairs:] for name, document in zip(names, documents, strict=True)}
     return [
-        f"{name} has {len(rows)} more than the other: nothing is beside {', '.join(row['name'] for row in rows)}"
-        for name, rows in left.items()
+        f"{name} has {len(rows)} rows more than the other, unpaired: {', '.join(row['name'] for row in rows)}"
+        for name, rows in unpaired_rows.items()
         if rows
     ]
 
 
-def mean(row: Mapping[str, Any], part: str) -> float:
-    """Seconds of a part of a row, in the mean of its workers; `update` is the whole."""
-    workers = row["of_workers"]
-    values = [one["update"] if part == "update" else one["parts"][part] for one in workers]
+def mean_seconds(row: Mapping[str, Any], part: str) -> float:
+    """Seconds of a part of a row, averaged over its workers; `step` is the whole step."""
+    workers = row["worker_summaries"]
+    values = [worker["step_s"] if part == "step" else worker["parts"][part] for worker in workers]
     return float(sum(values)) / len(values)
 
 
-def told(document: Document) -> str:
-    """What was measured, in a sentence."""
+def describe_profile(document: ProfileDocument) -> str:
+    """Describe the measurement in one sentence."""
     machine, length = document["machine"], document["length"]
     loads = " and ".join(f"{value:.1f}" for value in machine["load"])
     return (
-        f"{document['recipe']} ({document['task']}, {document['model']}): {length['updates']} updates of "
-        f"{document['rows'][0]['rows_per_update']} rows after {length['warm_up']} that are not counted; on "
+        f"{document['recipe']} ({document['task']}, {document['model']}): {length['steps']} steps of "
+        f"{document['rows'][0]['global_batch_size']} rows after {length['warm_up']} warm-up steps; on "
         f"{machine['cores']} cores of {machine['processor']}, whose load was {loads} before and after"
     )
 
 
 LEGEND = (
-    "Milliseconds of an update, in the mean. The parts of a worker add up to its update. exchange: it stands still, "
-    "also for slower workers; hidden: gradients go while it computes, no time of its own; idle: none of these."
+    "Mean milliseconds of a step. The parts of a worker add up to its step. gradient sync: the worker waits, also for "
+    "slower workers; hidden: communication while the worker computes, not a part; idle: none of these."
 )
 
 
-def text(document: Document) -> str:
-    """The whole profile for a terminal."""
-    blocks = [told(document), where(document).text, LEGEND, speed(document).text]
-    if (table := scaled(document)) is not None:
-        blocks.append(f"Scaling, beside the fewest workers:\n{table.text}")
-    return "\n\n".join([*blocks, *warnings(document["rows"])])
+def format_profile(document: ProfileDocument) -> str:
+    """Format the profile for the terminal."""
+    blocks = [describe_profile(document), time_table(document).formatted, LEGEND, speed_table(document).formatted]
+    if (table := scaling_table(document)) is not None:
+        blocks.append(f"Scaling, relative to the fewest workers:\n{table.formatted}")
+    return "\n\n".join([*blocks, *scaling_warnings(document["rows"])])

@@ -1,59 +1,59 @@
-"""Every private name of Ray that rtrain uses, each by a function that says what it means.
+"""All uses of private names of Ray, one function each.
 
 A new version may take any of them away: `tests/test_ray_internals*.py` ask that each still exists and means the same.
-Ray is not imported before a function is called. The names below are what the other rooms use.
+Ray is not imported before a function is called. Other packages import the names below.
 """
 
 from rtrain.ray_internals.cluster import (
     HEAD_RESOURCE as HEAD_RESOURCE,
-    Requests as Requests,
-    actors as actors,
-    available_by_node as available_by_node,
+    AutoscalingClient as AutoscalingClient,
+    available_resources_by_node as available_resources_by_node,
     cluster_config as cluster_config,
     cluster_status as cluster_status,
-    drain as drain,
-    draining_nodes as draining_nodes,
-    head as head,
+    drain_local_nodes as drain_local_nodes,
+    draining_node_ids as draining_node_ids,
+    enable_local_token_auth as enable_local_token_auth,
     head_ip as head_ip,
-    joined as joined,
-    nodes_here as nodes_here,
-    running_here as running_here,
-    use_token_of_this_machine as use_token_of_this_machine,
+    list_actors as list_actors,
+    local_cluster_address as local_cluster_address,
+    local_node_ids as local_node_ids,
+    node_start_times as node_start_times,
+    probe_head as probe_head,
 )
 from rtrain.ray_internals.data import (
-    numbers as numbers,
-    stream_within as stream_within,
-    without_data_actors as without_data_actors,
+    disable_data_actors as disable_data_actors,
+    limit_stream as limit_stream,
+    range_dataset as range_dataset,
 )
 from rtrain.ray_internals.groups import (
-    on_group_start as on_group_start,
-    placement_group as placement_group,
-    silent_progress as silent_progress,
-    torch_config as torch_config,
-    torch_trainer as torch_trainer,
+    get_placement_group as get_placement_group,
+    make_group_start_callback as make_group_start_callback,
+    make_silent_progress as make_silent_progress,
+    make_torch_config as make_torch_config,
+    make_trainer_class as make_trainer_class,
 )
 from rtrain.ray_internals.private import (
     is_private as is_private,
-    lean as lean,
-    mark as mark,
+    mark_private as mark_private,
+    slim_ray_init as slim_ray_init,
 )
 from rtrain.ray_internals.process import (
     drop_forwarded_output as drop_forwarded_output,
-    processes as processes,
+    is_gcs_dead as is_gcs_dead,
+    list_processes as list_processes,
+    list_session_pids as list_session_pids,
     session_folder as session_folder,
-    session_processes as session_processes,
-    store_has_ended as store_has_ended,
 )
 from rtrain.ray_internals.serving import (
     ReplicaServer as ReplicaServer,
-    before_actors as before_actors,
-    begin_serve as begin_serve,
-    broadcast_results as broadcast_results,
-    end_proxies as end_proxies,
+    collect_broadcast_results as collect_broadcast_results,
+    controller_name_and_namespace as controller_name_and_namespace,
     import_serve as import_serve,
-    look_every as look_every,
+    prepare_actor_process as prepare_actor_process,
     replace_replica_server as replace_replica_server,
-    serve_controller as serve_controller,
     serve_host as serve_host,
+    set_polling_interval as set_polling_interval,
+    start_serve as start_serve,
+    stop_proxies as stop_proxies,
     with_version as with_version,
 )

@@ -1,36 +1,36 @@
-"""What Ray's state, its head and its autoscaler tell, and what they are asked for."""
+"""Queries to Ray's state, head and autoscaler."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 HEAD_RESOURCE = "node:__internal_head__"
-"""A resource that the head node has, and no other."""
+"""A resource of the head node alone."""
 
 
-def available_by_node() -> Mapping[str, Mapping[str, float]]:
-    """What nobody holds of each node's resources, by node id."""
+def available_resources_by_node() -> Mapping[str, Mapping[str, float]]:
+    """Return the unreserved resources of each node, by node id."""
     import ray
 
-    found: Mapping[str, Mapping[str, float]] = ray._private.state.state.available_resources_per_node()
-    return found
+    resources: Mapping[str, Mapping[str, float]] = ray._private.state.state.available_resources_per_node()
+    return resources
 
 
-def draining_nodes() -> set[str]:
-    """Ids of the nodes that are about to be taken away."""
+def draining_node_ids() -> set[str]:
+    """Return the ids of the draining nodes."""
     import ray
 
     return set(ray._private.state.state.get_draining_nodes())
 
 
-def actors() -> list[dict[str, Any]]:
-    """What the cluster knows of its actors: ActorClassName, State, JobID, Pid, StartTime, Address."""
+def list_actors() -> list[dict[str, Any]]:
+    """Return the actors of the cluster, each with ActorClassName, State, JobID, Pid, StartTime and Address."""
     import ray
 
     return list(ray._private.state.actors().values())
 
 
-def running_here() -> str | None:
-    """What Ray's address `auto` stands for: the address of a cluster that this machine is a node of; None without."""
+def local_cluster_address() -> str | None:
+    """Resolve Ray's address `auto`: the address of the cluster with this machine as a node; None without one."""
     import ray._private.services as services
 
     try:
@@ -39,109 +39,119 @@ def running_here() -> str | None:
         return None
 
 
-def nodes_here() -> set[str]:
-    """Ids of the nodes whose processes run on this machine. A driver connects through one of them."""
+def local_node_ids() -> set[str]:
+    """Return the ids of the nodes with processes on this machine. A driver connects through one of them."""
     import ray._private.services as services
 
     return set(services.find_node_ids())
 
 
-def head(address: str, seconds: float) -> Literal["open", "closed", "none"]:
-    """What answers at `host:port`: the head of a Ray cluster that lets this process in, one that asks for another
-    token, or no head within `seconds`."""
+def probe_head(address: str, timeout_s: float) -> Literal["open", "closed", "none"]:
+    """Probe `host:port`: `open` for the head of a Ray cluster that accepts this process, `closed` for a head with
+    another token, `none` for anything else, or no answer within `timeout_s`."""
     import grpc
     import ray._private.grpc_utils as grpc_utils
 
     with grpc_utils.init_grpc_channel(address, [("grpc.enable_http_proxy", 0)]) as channel:
-        alive = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
+        check_alive = channel.unary_unary("/ray.rpc.NodeInfoGcsService/CheckAlive")
         try:
-            alive(b"", timeout=seconds)
+            check_alive(b"", timeout=timeout_s)
         except grpc.RpcError as error:
-            refused = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-            return "closed" if error.code() in refused else "none"
+            auth_errors = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+            return "closed" if error.code() in auth_errors else "none"
     return "open"
 
 
-def drain(address: str, instance: str | None, why: str, deadline: float, seconds: float) -> list[str]:
+def drain_local_nodes(
+    address: str, instance_id: str | None, message: str, deadline: float, timeout_s: float
+) -> list[str]:
     """Ask the head at `host:port` to drain this machine's node, which goes away at `deadline` (seconds since 1970).
 
-    `instance`: the name that the node's launcher gave it, where several nodes run on this machine; else its processes
-    tell. Returns the ids of the nodes that are drained now. Raises what Ray raises where its head does not answer
-    within `seconds`. What is called is behind `ray drain-node`.
+    `instance_id`: the launcher's name of the node, where several nodes run on this machine; else nodes are found by
+    their processes. Returns the ids of the draining nodes. Raises Ray's errors if the head does not answer within
+    `timeout_s`. The call is that of `ray drain-node`.
     """
     import ray._raylet
     from ray.core.generated import autoscaler_pb2, gcs_pb2
 
     generated: Any = (autoscaler_pb2, gcs_pb2)
-    reason, alive = generated[0].DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, generated[1].GcsNodeInfo.ALIVE
+    reason_code, alive_state = generated[0].DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION, generated[1].GcsNodeInfo.ALIVE
     client: Any = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
-    up = [
+    live_nodes = [
         (node.hex(), info.instance_id)
-        for node, info in client.get_all_node_info(timeout=seconds).items()
-        if info.state == alive
+        for node, info in client.get_all_node_info(timeout=timeout_s).items()
+        if info.state == alive_state
     ]
-    here = {node for node, name in up if instance and name == instance} or nodes_here() & {node for node, _ in up}
-    return [node for node in sorted(here) if client.drain_node(node, reason, why, int(deadline * 1000), seconds)[0]]
+    local_ids = {node for node, name in live_nodes if instance_id and name == instance_id} or local_node_ids() & {
+        node for node, _ in live_nodes
+    }
+    return [
+        node
+        for node in sorted(local_ids)
+        if client.drain_node(node, reason_code, message, int(deadline * 1000), timeout_s)[0]
+    ]
 
 
-def joined(address: str, seconds: float) -> dict[str, float]:
+def node_start_times(address: str, timeout_s: float) -> dict[str, float]:
     """When each node that was ever there has joined the cluster whose head is at `host:port`, in seconds since 1970, by
-    the name that its launcher gave it. Raises what Ray raises where the head does not answer within `seconds`."""
+    the name that its launcher gave it. Raises what Ray raises where the head does not answer within `timeout_s`."""
     import ray._raylet
 
     client: Any = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
-    found = client.get_all_node_info(timeout=seconds).values()
-    return {info.instance_id: info.start_time_ms / 1000 for info in found}
+    nodes = client.get_all_node_info(timeout=timeout_s).values()
+    return {info.instance_id: info.start_time_ms / 1000 for info in nodes}
 
 
-def use_token_of_this_machine() -> None:
-    """Show clusters the token that lies on this machine, where there is one, as Ray does with the address `auto`."""
+def enable_local_token_auth() -> None:
+    """Authenticate with the token on this machine, if any, as Ray does with the address `auto`."""
     import ray._private.authentication.authentication_token_setup as tokens
 
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
-class Requests:
-    """Requests of the name `name` for the size of the cluster, as Ray Data's coordinator takes them. It repeats all of
-    them, of all libraries, to the autoscaler; each ends where its asker does not come again in time."""
+class AutoscalingClient:
+    """Requests named `name` for the size of the cluster, through Ray Data's coordinator. It forwards the requests of
+    all libraries to the autoscaler; each expires unless it is repeated in time."""
 
     def __init__(self, name: str):
         from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import DefaultAutoscalingCoordinator
 
         self._coordinator = DefaultAutoscalingCoordinator(name)
 
-    def ask(self, bundles: Sequence[dict[str, float]], labels: Sequence[dict[str, str]], expire_s: float) -> None:
-        """Have the cluster at least as large as these, each on a node with its labels, and all other requests together,
-        for `expire_s` seconds."""
+    def request_resources(
+        self, bundles: Sequence[dict[str, float]], labels: Sequence[dict[str, str]], expire_s: float
+    ) -> None:
+        """Request a cluster with at least these resources, each on a node with its labels, in addition to all other
+        requests, for `expire_s` seconds."""
         self._coordinator.request_resources(list(bundles), expire_s, label_selectors=list(labels))
 
-    def take_back(self) -> None:
+    def cancel_request(self) -> None:
         self._coordinator.cancel_request()
 
 
 def cluster_status(client: Any) -> str | None:
-    """What `ray status` prints, asked of the head's API by a JobSubmissionClient; None where it says nothing."""
-    answer = client._do_request("GET", "/api/cluster_status?format=1")
-    told = answer.json().get("data", {}).get("clusterStatus") if answer.status_code == 200 else None
-    return told if told is None else str(told)
+    """Return the output of `ray status` from the head's API, by a JobSubmissionClient; None without an answer."""
+    response = client._do_request("GET", "/api/cluster_status?format=1")
+    status = response.json().get("data", {}).get("clusterStatus") if response.status_code == 200 else None
+    return status if status is None else str(status)
 
 
 def head_ip(client: Any) -> str | None:
-    """The address of the head's node, asked of its API by a JobSubmissionClient; None where it does not say it."""
-    answer = client._do_request("GET", "/nodes?view=summary")
-    nodes = answer.json()["data"]["summary"] if answer.status_code == 200 else []
+    """Return the IP of the head's node from its API, by a JobSubmissionClient; None without an answer."""
+    response = client._do_request("GET", "/nodes?view=summary")
+    nodes = response.json()["data"]["summary"] if response.status_code == 200 else []
     raylets = (node["raylet"] for node in nodes)
     heads = (raylet for raylet in raylets if raylet.get("isHeadNode") and raylet.get("state") == "ALIVE")
     return next((str(raylet["nodeManagerAddress"]) for raylet in heads), None)
 
 
 def cluster_config() -> list[tuple[str, dict[str, float], int]]:
-    """The nodes that the cluster may have, where whoever manages it has said so: (type, resources of a node, number;
-    -1 for any). Empty where nothing is known."""
+    """Return the node types of the cluster's autoscaler configuration: (type, resources of a node, largest number; -1
+    for any). Empty without a configuration."""
     import ray
 
-    found: Any = ray._private.state.state.get_cluster_config()
-    groups = [] if found is None else found.node_group_configs
+    config: Any = ray._private.state.state.get_cluster_config()
+    groups = [] if config is None else config.node_group_configs
     return [
         (group.name, {name: float(most) for name, most in group.resources.items()}, group.max_count) for group in groups
     ]

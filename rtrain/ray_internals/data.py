@@ -1,4 +1,4 @@
-"""Ray Data: the CPUs that its tasks reserve, the nodes that it asks for, and the actors that it starts."""
+"""Ray Data: the CPUs of its tasks, its requests for nodes, and its actors."""
 
 import time
 import uuid
@@ -9,15 +9,15 @@ from rtrain.ray_internals import private
 if TYPE_CHECKING:
     import ray.data
 
-LOOK_S = 0.01
-"""Between two looks, while a stream rests, whether its reader waits: as often as Ray's reader looks for a block."""
-LOOKS = 5
-"""Most of them between two steps of a stream that has as much as it may hold and whose reader has enough."""
+POLL_INTERVAL_S = 0.01
+"""Seconds between two checks whether the reader of a paused stream waits, equal to the interval of Ray's reader."""
+MAX_POLLS = 5
+"""Most checks between two steps of a stream at its memory limit whose reader has enough blocks."""
 
 
-def without_data_actors() -> None:
-    """Have the data sets of this process start none of Ray Data's own two actors, where Ray is private. One gathers
-    figures for a dashboard, which is not there; the other shares out a cluster that may grow, which this does not.
+def disable_data_actors() -> None:
+    """Disable Ray Data's own two actors for the data sets of this process, in a private Ray. One collects figures for a
+    dashboard, which does not exist; the other distributes a growing cluster, and this one does not grow.
     Each is a process that imports Ray Data: a second of a core as a run starts, and 100 MB."""
     if not private.is_private():
         return
@@ -25,72 +25,72 @@ def without_data_actors() -> None:
     from ray.data._internal import stats
     from ray.data._internal.cluster_autoscaler import rate_based_cluster_autoscaler
 
-    class Whole:
-        """The cluster as it is, for whoever asks."""
+    class StaticCoordinator:
+        """A coordinator of a cluster of fixed size."""
 
-        def __init__(self, **given: Any):
-            self._all = {"": ray.cluster_resources()}
+        def __init__(self, **kwargs: Any):
+            self._resources = {"": ray.cluster_resources()}
 
-        def request_resources(self, *given: Any, **named: Any) -> None:
+        def request_resources(self, *args: Any, **kwargs: Any) -> None:
             pass
 
         def cancel_request(self) -> None:
             pass
 
         def get_reserved_resources(self) -> dict[str, dict[str, float]]:
-            return self._all
+            return self._resources
 
     manager: Any = stats._StatsManager
     for name in ("update_execution_metrics", "update_iteration_metrics", "register_dataset_to_stats_actor"):
         setattr(manager, name, staticmethod(lambda *given, **named: None))
     manager.gen_dataset_id_from_stats_actor = staticmethod(lambda: uuid.uuid4().hex)
     scaling: Any = rate_based_cluster_autoscaler
-    scaling.DefaultAutoscalingCoordinator = Whole
+    scaling.DefaultAutoscalingCoordinator = StaticCoordinator
 
 
-def stream_within(cpus: float) -> None:
-    """Have the data sets that this process streams ask for no nodes, count on so many CPUs at least, and rest while
-    their reader has enough.
+def limit_stream(cpus: float) -> None:
+    """Make streams of this process request no nodes, count on at least `cpus` CPUs, and pause while their reader has
+    enough blocks.
 
-    Each of them would ask for twice what it has, as long as its tasks keep that busy, for itself alone. And what
-    others have asked for counts as theirs: where that is all, a stream has none, and says so.
+    Each stream would request twice its resources while its tasks use them, for itself alone. And Ray subtracts the
+    requests of others: where these cover the cluster, a stream has no resources, and warns about it.
 
-    A stream is steered by a thread of this process, step by step. A step waits until a task has something, and takes
-    it if the limit of memory allows that. At the limit a task always has something and nothing is taken: without rests
-    the thread takes 0.9 of a core, and Python's lock from the training. A small model on a GPU trained at a tenth to
-    a half of its speed.
+    A thread of this process drives a stream in steps. A step waits until a task has output, and takes it if the memory
+    limit allows. At the limit tasks always have output and nothing is taken: without pauses the thread uses 0.9 of a
+    core, and holds the GIL that the training needs. A small model on a GPU trained at a tenth to a half of its
+    speed.
     """
     from ray.data import ExecutionResources
     from ray.data._internal.cluster_autoscaler import rate_based_cluster_autoscaler, resource_utilization_gauge
     from ray.data._internal.execution import streaming_executor, streaming_executor_state
 
-    usual: Any = rate_based_cluster_autoscaler.RateBasedClusterAutoscaler
+    base_autoscaler: Any = rate_based_cluster_autoscaler.RateBasedClusterAutoscaler
     gauge = resource_utilization_gauge.RollingLogicalUtilizationGauge
 
-    class Within(usual):  # type: ignore[misc]
+    class LimitedAutoscaler(base_autoscaler):  # type: ignore[misc]
         def _is_cluster_utilization_low(self, utilization: Any) -> bool:
             return True
 
         def get_total_resources(self) -> ExecutionResources:
-            found: ExecutionResources = super().get_total_resources()
-            return found.copy(cpu=max(found.cpu, cpus))
+            resources: ExecutionResources = super().get_total_resources()
+            return resources.copy(cpu=max(resources.cpu, cpus))
 
-    step = streaming_executor_state.process_completed_tasks
+    process_tasks = streaming_executor_state.process_completed_tasks
 
-    def resting(topology: Any, *given: Any, **named: Any) -> int:
-        last = next(reversed(topology.values()))
-        is_done = last.output_queue.num_blocks and not last.op.num_active_tasks()
-        if last.op._in_task_output_backpressure or is_done:
-            # What a reader has taken ahead counts as the stream's: it may be full while nothing lies ready.
-            for _ in range(LOOKS):
-                if last.num_waiting_consumers:
+    def process_tasks_with_pauses(topology: Any, *args: Any, **kwargs: Any) -> int:
+        last_operator = next(reversed(topology.values()))
+        is_done = last_operator.output_queue.num_blocks and not last_operator.op.num_active_tasks()
+        if last_operator.op._in_task_output_backpressure or is_done:
+            # Blocks that a reader has prefetched count for the stream: it may be full without a ready block.
+            for _ in range(MAX_POLLS):
+                if last_operator.num_waiting_consumers:
                     break
-                time.sleep(LOOK_S)
-        return step(topology, *given, **named)
+                time.sleep(POLL_INTERVAL_S)
+        return process_tasks(topology, *args, **kwargs)
 
-    executor: Any = streaming_executor
-    executor.process_completed_tasks = resting
-    executor.create_cluster_autoscaler = lambda topology, resources, context, *, execution_id: Within(
+    executor_module: Any = streaming_executor
+    executor_module.process_completed_tasks = process_tasks_with_pauses
+    executor_module.create_cluster_autoscaler = lambda topology, resources, context, *, execution_id: LimitedAutoscaler(
         list(topology),
         execution_id=execution_id,
         max_cluster_limits=context.execution_options.resource_limits,
@@ -98,11 +98,11 @@ def stream_within(cpus: float) -> None:
     )
 
 
-def numbers(count: int, blocks: int, cpus: float) -> "ray.data.Dataset":
-    """`ray.data.range` whose tasks reserve so many CPUs, with those that follow them in the same process."""
+def range_dataset(count: int, blocks: int, cpus: float) -> "ray.data.Dataset":
+    """Make a `ray.data.range` whose tasks, and the tasks fused with them, reserve `cpus` CPUs each."""
     import ray.data
     from ray.data._internal.datasource.range_datasource import RangeDatasource
 
     source = RangeDatasource(n=count, block_format="arrow", column_name="id")
-    found: ray.data.Dataset = ray.data.read_datasource(source, num_cpus=cpus, override_num_blocks=blocks)
-    return found
+    dataset: ray.data.Dataset = ray.data.read_datasource(source, num_cpus=cpus, override_num_blocks=blocks)
+    return dataset

@@ -1,4 +1,4 @@
-"""A Ray that this process starts for itself, without the processes that nobody uses in it."""
+"""A private Ray: started by this process for itself, without unneeded processes."""
 
 import subprocess
 import time
@@ -7,97 +7,99 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LOOK_S, REGISTERED_S = 0.02, 30.0
-"""Seconds between two looks for a raylet, and until Ray itself looks once and gives up."""
-MARK = b"rtrain: private"
-"""In Ray's store: that one command has started this Ray, for itself, without a dashboard and an autoscaler."""
+POLL_INTERVAL_S, REGISTRATION_TIMEOUT_S = 0.02, 30.0
+"""Seconds between two checks for a raylet, and until Ray itself checks once and gives up."""
+PRIVATE_MARKER = b"rtrain: private"
+"""Key in Ray's store: one command has started this Ray for itself, without dashboard and autoscaler."""
 
 
 @contextmanager
-def lean(ahead: int, environment: Mapping[str, str], first: str) -> Iterator[None]:
-    """A Ray that `ray.init` starts within the block has `ahead` worker processes that wait for work. All that its
-    raylet starts has `environment` beside this process's own, and each worker calls `first`, a function by its dotted
-    name, before it takes work.
+def slim_ray_init(prestarted_workers: int, environment: Mapping[str, str], setup_hook: str) -> Iterator[None]:
+    """Patch `ray.init` within the block: the Ray it starts has `prestarted_workers` idle worker processes. Processes of
+    its raylet get `environment` in addition to this process's own, and each worker calls `setup_hook`, a function by
+    its dotted name, before its first task.
 
-    It lacks the dashboard's process, for whose start `ray.init` would wait though no dashboard is asked for; the log
-    monitor, which reads every log file again and again to forward lines; and the monitor of an autoscaler, which it
-    does not have. Its agent is ours (`agent`). Each of the three imports Ray, on the cores on which a command starts.
-    `ray.init` looks every second whether the raylet is there; here it is looked for more often.
+    This Ray lacks three processes, which would import Ray on the cores of the starting command: the dashboard, for
+    which `ray.init` would wait even when disabled; the log monitor, which polls every log file to forward lines; and
+    the monitor of an autoscaler. Its agent is `rtrain.ray_internals.agent`. `ray.init` polls for the raylet every
+    second; here the interval is shorter.
     """
     import ray._private.node
     import ray._private.services as services
     import ray._raylet
 
     node: Any = ray._private.node.Node
-    usual: Any = services.start_ray_process
-    usual_look: Any = services.get_node
+    start_process: Any = services.start_ray_process
+    get_node: Any = services.get_node
     constants: Any = ray._private.ray_constants
-    hook = {constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR: first}
+    hook_env = {constants.WORKER_PROCESS_SETUP_HOOK_ENV_VAR: setup_hook}
 
-    def without_dashboard(node: Any, **asked: Any) -> None:
-        node._webui_url = ""  # as Ray has it for a dashboard that nobody asked for
+    def skip_dashboard(node: Any, **kwargs: Any) -> None:
+        node._webui_url = ""  # Ray's value for a disabled dashboard
 
-    def left_out(node: Any) -> None:
+    def skip_process(node: Any) -> None:
         pass
 
-    def there(address: str, node: str) -> Any:
+    def wait_for_node(address: str, node: str) -> Any:
         client: Any = ray._raylet.GcsClient(address=address)  # type: ignore[attr-defined]
-        give_up = time.monotonic() + REGISTERED_S
-        while time.monotonic() < give_up and node not in {one.hex() for one in client.get_all_node_info()}:
-            time.sleep(LOOK_S)
-        return usual_look(address, node)
+        deadline = time.monotonic() + REGISTRATION_TIMEOUT_S
+        while time.monotonic() < deadline and node not in {node_id.hex() for node_id in client.get_all_node_info()}:
+            time.sleep(POLL_INTERVAL_S)
+        return get_node(address, node)
 
-    def started(command: list[str], kind: str, *given: Any, env_updates: Any = None, **named: Any) -> Any:
+    def start_process_with_env(
+        command: list[str], kind: str, *args: Any, env_updates: Any = None, **kwargs: Any
+    ) -> Any:
         if kind == constants.PROCESS_TYPE_RAYLET:
-            command = [_raylets(word, ahead) for word in command]
-            env_updates = {**(env_updates or {}), **environment, **hook}
-        return usual(command, kind, *given, env_updates=env_updates, **named)
+            command = [_adapt_raylet_argument(word, prestarted_workers) for word in command]
+            env_updates = {**(env_updates or {}), **environment, **hook_env}
+        return start_process(command, kind, *args, env_updates=env_updates, **kwargs)
 
     with (
-        _replaced(node, "start_api_server", without_dashboard),
-        _replaced(node, "start_log_monitor", left_out),
-        _replaced(node, "start_monitor", left_out),
-        _replaced(services, "start_ray_process", started),
-        _replaced(services, "get_node", there),
+        _patch_attribute(node, "start_api_server", skip_dashboard),
+        _patch_attribute(node, "start_log_monitor", skip_process),
+        _patch_attribute(node, "start_monitor", skip_process),
+        _patch_attribute(services, "start_ray_process", start_process_with_env),
+        _patch_attribute(services, "get_node", wait_for_node),
     ):
         yield
 
 
-def mark() -> None:
-    """Say to all processes of the Ray that this one is connected to that it is a private one."""
+def mark_private() -> None:
+    """Mark the connected Ray as private for all of its processes."""
     from ray.experimental import internal_kv
 
-    internal_kv._internal_kv_put(MARK, b"")
+    internal_kv._internal_kv_put(PRIVATE_MARKER, b"")
 
 
 def is_private() -> bool:
-    """Whether the Ray that this process is connected to is a private one; without a Ray it is not."""
+    """Whether the connected Ray is private; False without a connection."""
     from ray.experimental import internal_kv
 
-    return internal_kv._internal_kv_initialized() and bool(internal_kv._internal_kv_exists(MARK))
+    return internal_kv._internal_kv_initialized() and bool(internal_kv._internal_kv_exists(PRIVATE_MARKER))
 
 
-def _raylets(word: str, ahead: int) -> str:
-    """A word of the raylet's command as a lean Ray has it."""
-    name, _, value = word.partition("=")
+def _adapt_raylet_argument(argument: str, prestarted_workers: int) -> str:
+    """Return an argument of the raylet's command, adapted for a private Ray."""
+    name, _, value = argument.partition("=")
     if name == "--num_prestart_python_workers":
-        return f"{name}={ahead}"
+        return f"{name}={prestarted_workers}"
     if name == "--maximum_startup_concurrency":
-        return f"{name}={max(ahead, int(value))}"
+        return f"{name}={max(prestarted_workers, int(value))}"
     if name == "--dashboard_agent_command":
         import ray
 
-        stock = subprocess.list2cmdline([str(Path(ray.__file__).parent / "dashboard" / "agent.py")])
-        ours = subprocess.list2cmdline(["-P", str(Path(__file__).with_name("agent.py"))])
-        return f"{name}={value.replace(stock, ours)}"
-    return word
+        ray_agent_command = subprocess.list2cmdline([str(Path(ray.__file__).parent / "dashboard" / "agent.py")])
+        agent_command = subprocess.list2cmdline(["-P", str(Path(__file__).with_name("agent.py"))])
+        return f"{name}={value.replace(ray_agent_command, agent_command)}"
+    return argument
 
 
 @contextmanager
-def _replaced(owner: Any, name: str, by: Any) -> Iterator[None]:
-    usual = getattr(owner, name)
-    setattr(owner, name, by)
+def _patch_attribute(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
     try:
         yield
     finally:
-        setattr(owner, name, usual)
+        setattr(owner, name, original)

@@ -10,27 +10,29 @@ if TYPE_CHECKING:
 
 
 def session_folder() -> Path | None:
-    """Where the Ray that this process is connected to keeps its files; None without a connection."""
+    """Return the session folder of the connected Ray; None without a connection."""
     import ray._private.worker
 
     node: Any = ray._private.worker._global_node
     return Path(node.get_session_dir_path()) if ray.is_initialized() else None
 
 
-def store_has_ended() -> bool:
-    """Whether the store (GCS) of a Ray that this process has started has ended; Ray ends a minute later."""
+def is_gcs_dead() -> bool:
+    """Whether the store (GCS) of a Ray started by this process has died; Ray itself ends a minute later."""
     import ray._private.worker
 
     node: Any = ray._private.worker._global_node
-    return node is not None and any(one.process.poll() is not None for one in node.all_processes.get("gcs_server", ()))
+    return node is not None and any(
+        info.process.poll() is not None for info in node.all_processes.get("gcs_server", ())
+    )
 
 
-def processes() -> "list[psutil.Process]":
-    """What runs of the Ray that this process has started: what it started, the descendants of that, and on Linux what
-    prints into its log files. Empty without such a Ray.
+def list_processes() -> "list[psutil.Process]":
+    """Return the processes of the Ray started by this process: its children, their descendants, and on Linux all
+    processes that write to its log files. Empty without such a Ray.
 
-    Of a worker that its raylet has forgotten, these files are all that tells whose it is: its parent is another, and
-    its title has taken the place of its command and its environment.
+    Only the log files identify an orphaned worker: it has another parent, and its title has overwritten its command
+    and its environment.
     """
     import psutil
     import ray._private.worker
@@ -38,27 +40,28 @@ def processes() -> "list[psutil.Process]":
     node: Any = ray._private.worker._global_node
     if node is None:
         return []
-    logs = str(Path(node.get_logs_dir_path()).resolve()) + os.sep
-    found: dict[psutil.Process, None] = {}
-    for started in [one.process.pid for kind in node.all_processes.values() for one in kind]:
+    logs_prefix = str(Path(node.get_logs_dir_path()).resolve()) + os.sep
+    ray_processes: dict[psutil.Process, None] = {}
+    for pid in [info.process.pid for infos in node.all_processes.values() for info in infos]:
         with suppress(psutil.NoSuchProcess):
-            found.update(dict.fromkeys([psutil.Process(started), *psutil.Process(started).children(recursive=True)]))
-    for other in psutil.process_iter():
+            ray_processes.update(dict.fromkeys([psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]))
+    for process in psutil.process_iter():
         with suppress(OSError):  # it has ended, or is another user's, or this system has no such folder
-            if os.readlink(f"/proc/{other.pid}/fd/1").startswith(logs):
-                found[other] = None
-    return list(found)
+            if os.readlink(f"/proc/{process.pid}/fd/1").startswith(logs_prefix):
+                ray_processes[process] = None
+    return list(ray_processes)
 
 
 def drop_forwarded_output() -> None:
-    """Print nothing of what other processes of the cluster send to this one's standard streams."""
+    """Do not print the output that other processes of the cluster send to this process."""
     import ray._private.worker
 
     ray._private.worker.print_to_stdstream = lambda *data, **settings: None
 
 
-def session_processes() -> list[int]:
-    """Ids of this process, its descendants, and those of its raylet, which in a job is not a descendant itself."""
+def list_session_pids() -> list[int]:
+    """Return the ids of this process, its descendants and its raylet's descendants (in a job the raylet is no
+    descendant)."""
     import psutil
 
     roots, folder = [psutil.Process()], session_folder()

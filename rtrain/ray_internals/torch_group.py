@@ -20,33 +20,34 @@ from ray.train.backend import Backend, BackendConfig
 
 logger = logging.getLogger(__name__)
 
-INTERFACE = "GLOO_SOCKET_IFNAME"
-"""Gloo's setting of the interface on which it listens. By default that is the one of the host's name, which Debian
-gives the address 127.0.1.1: no other machine can reach it."""
-LEAVE_S = 30.0
-"""Seconds that workers have to leave their process group; then they end with it."""
-TRAINER = "ray.train.v2.torch.torch_trainer"
-AROUND = "ray.train.v2.torch"
-LOCAL = "ray.train.v2._internal.execution.local_mode.torch"
-"""The package of `TRAINER`, whose functions are for workers; and what it imports for trainings without any."""
+GLOO_INTERFACE_ENV = "GLOO_SOCKET_IFNAME"
+"""Gloo's variable for its network interface. The default is the interface of the host's name, which has the address
+127.0.1.1 on Debian: unreachable from other machines."""
+SHUTDOWN_TIMEOUT_S = 30.0
+"""Seconds for workers to leave their process group; after that they end with it."""
+TRAINER_MODULE = "ray.train.v2.torch.torch_trainer"
+TRAINER_PACKAGE = "ray.train.v2.torch"
+LOCAL_MODE_MODULE = "ray.train.v2._internal.execution.local_mode.torch"
+"""The package of `TRAINER_MODULE`, with functions for workers; and its import for trainings without workers."""
 
 
-def stock_trainer() -> type[Any]:
-    """Ray Train's TorchTrainer. Its own module uses no torch. Two that do are not run while it is imported."""
-    if not {TRAINER, "torch"} & set(sys.modules):
-        left_out = {name: _not_run(name) for name in (AROUND, LOCAL)}
-        vars(left_out[LOCAL])["LocalTorchController"] = None
-        sys.modules.update(left_out)
+def import_torch_trainer() -> type[Any]:
+    """Import Ray Train's TorchTrainer. Its own module uses no torch; two imported modules that do are replaced by
+    stubs."""
+    if not {TRAINER_MODULE, "torch"} & set(sys.modules):
+        stub_modules = {name: _make_stub_module(name) for name in (TRAINER_PACKAGE, LOCAL_MODE_MODULE)}
+        vars(stub_modules[LOCAL_MODE_MODULE])["LocalTorchController"] = None
+        sys.modules.update(stub_modules)
         try:
-            importlib.import_module(TRAINER)
+            importlib.import_module(TRAINER_MODULE)
         finally:
-            for name in left_out:
+            for name in stub_modules:
                 del sys.modules[name]
-    found: type[Any] = importlib.import_module(TRAINER).TorchTrainer
-    return found
+    trainer_class: type[Any] = importlib.import_module(TRAINER_MODULE).TorchTrainer
+    return trainer_class
 
 
-def _not_run(name: str) -> ModuleType:
+def _make_stub_module(name: str) -> ModuleType:
     spec = importlib.util.find_spec(name)
     assert spec is not None
     return importlib.util.module_from_spec(spec)
@@ -54,84 +55,89 @@ def _not_run(name: str) -> ModuleType:
 
 @dataclass
 class TorchConfig(BackendConfig):
-    """As Ray Train's own, which a group's workers import."""
+    """The counterpart of Ray Train's own, which imports torch."""
 
     backend: str
     """`gloo` or `nccl`."""
     timeout_s: int
-    """Seconds after which an exchange fails."""
+    """Seconds after which a collective fails."""
 
     @property
     def backend_cls(self) -> type[Backend]:
-        return ProcessGroup
+        return ProcessGroupBackend
 
     @property
     def train_func_context(self) -> type[Any]:
-        return Device
+        return TrainDeviceContext
 
 
-class ProcessGroup(Backend):
-    """Workers that torch.distributed joins into one process group."""
+class ProcessGroupBackend(Backend):
+    """Joins the workers into one process group of torch.distributed."""
 
     share_cuda_visible_devices = True
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         address, port = worker_group.execute_single(0, get_address_and_port)
-        there = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
-        given = (backend_config.backend, len(worker_group), backend_config.timeout_s)
-        ray.get([worker_group.execute_single_async(rank, _join, rank, there, *given) for rank in range(given[1])])
+        rendezvous_env = {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        group_args = (backend_config.backend, len(worker_group), backend_config.timeout_s)
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, _join_group, rank, rendezvous_env, *group_args)
+                for rank in range(group_args[1])
+            ]
+        )
 
     def on_shutdown(self, worker_group: Any, backend_config: Any) -> None:
         try:
-            ray.get(worker_group.execute_async(_leave, len(worker_group) > 1), timeout=LEAVE_S)
+            ray.get(worker_group.execute_async(_leave_group, len(worker_group) > 1), timeout=SHUTDOWN_TIMEOUT_S)
         except ray.exceptions.GetTimeoutError:
-            logger.warning("the workers have not left their process group in %s s", LEAVE_S)
+            logger.warning("the workers have not left their process group in %s s", SHUTDOWN_TIMEOUT_S)
 
 
-def _join(rank: int, there: dict[str, str], backend: str, workers: int, timeout_s: int) -> None:
-    """In a worker."""
+def _join_group(rank: int, rendezvous_env: dict[str, str], backend: str, num_workers: int, timeout_s: int) -> None:
+    """Join the process group, in a worker."""
     from ray.train.torch import config
 
-    os.environ.update(there)
+    os.environ.update(rendezvous_env)
     address = ray.util.get_node_ip_address()
-    if interface := interface_of(address):
-        os.environ.setdefault(INTERFACE, interface)
+    if interface := find_interface(address):
+        os.environ.setdefault(GLOO_INTERFACE_ENV, interface)
     config._set_torch_distributed_env_vars()
     try:
-        config._setup_torch_process_group(backend, rank, workers, "env://", timeout_s)
+        config._setup_torch_process_group(backend, rank, num_workers, "env://", timeout_s)
     except RuntimeError as error:
-        # Not the traceback's last line alone, which names at most one address.
-        chosen = os.environ.get(INTERFACE, "the interface of the host's name")
+        # The traceback's last line names at most one address.
+        interface_name = os.environ.get(GLOO_INTERFACE_ENV, "the interface of the host's name")
         raise RuntimeError(
-            f"{error}\nworker {rank} of {workers} at {address} ({chosen}) could not join the group at "
-            f"{there['MASTER_ADDR']}:{there['MASTER_PORT']}: {str(error).splitlines()[0]}"
+            f"{error}\nworker {rank} of {num_workers} at {address} ({interface_name}) could not join the group at "
+            f"{rendezvous_env['MASTER_ADDR']}:{rendezvous_env['MASTER_PORT']}: {str(error).splitlines()[0]}"
         ) from error
 
 
-def interface_of(address: str) -> str | None:
-    """The network interface that has an address of this machine; None where none has it."""
+def find_interface(address: str) -> str | None:
+    """Return the network interface with an address of this machine; None without one."""
     for name, addresses in psutil.net_if_addrs().items():
         if any(entry.address.partition("%")[0] == address for entry in addresses):
             return name
     return None
 
 
-def _leave(joined: bool) -> None:
+def _leave_group(destroys_group: bool) -> None:
     from ray.train.torch import config
 
-    config._shutdown_torch(destroy_process_group=joined)
+    config._shutdown_torch(destroy_process_group=destroys_group)
 
 
-class Device:
-    """Within it, the worker's GPU is the one that torch uses."""
+class TrainDeviceContext:
+    """Makes the worker's GPU the current device of torch."""
 
     def __init__(self) -> None:
         from ray.train.torch import config
 
-        self._stock = config.TorchConfigContextManager()
+        self._ray_context = config.TorchConfigContextManager()
 
     def __enter__(self) -> None:
-        self._stock.__enter__()
+        self._ray_context.__enter__()
 
     def __exit__(self, *error: Any) -> None:
-        self._stock.__exit__(*error)
+        self._ray_context.__exit__(*error)

@@ -1,6 +1,6 @@
-"""The words of a rehearsed command: made for another folder, and for jobs, which begin elsewhere than their user.
+"""Arguments of a rehearsed command, rewritten for another run folder, and for jobs, whose working directory differs.
 
-A word is an option with its value, a setting (`--set name=value`), or a word alone.
+An argument is an option with its value, a setting (`--set name=value`), or a positional word.
 """
 
 import glob
@@ -14,113 +14,118 @@ from rtrain import config
 from rtrain.cluster.jobs import job_names
 from rtrain.core.errors import Problem
 
-LOCAL = ("--data", "--valid", "--test", "--model")
-"""Options whose value may be a file or folder of the machine from which a job is asked for."""
-SETTINGS = (
-    *("data.path", "data.valid", "data.test", "model.name", "augment.paraphrase", "augment.pivot"),
-    *("compress.unlabelled", "distill.unlabelled", "distill.student", "cluster.prices"),
+LOCAL_PATH_OPTIONS = ("--data", "--valid", "--test", "--model")
+"""Options whose value may be a local file or folder."""
+LOCAL_PATH_SETTINGS = (
+    *("data.path", "data.valid", "data.test", "model.name", "augment.paraphrase", "augment.back_translation_model"),
+    *("compress.unlabeled_rows_path", "distill.unlabeled_rows_path", "distill.student", "cluster.prices"),
 )
-"""Settings of which the same is true."""
-SHORT = {"--data": "data.path", "--valid": "data.valid", "--test": "data.test", "--model": "model.name"}
-OWN = ("--out", "--address", "cluster.address", "cluster.storage")
-"""What a rehearsal says itself."""
-FLAGS = ("--resume", "--new", "--json")
-SET = "--set"
+"""Settings whose value may be a local file or folder."""
+SETTING_OF_OPTION = {"--data": "data.path", "--valid": "data.valid", "--test": "data.test", "--model": "model.name"}
+REHEARSAL_OPTIONS = ("--out", "--address", "cluster.address", "cluster.storage")
+"""Options and settings that the rehearsal sets itself."""
+DROPPED_FLAGS = ("--resume", "--new", "--json")
+SET_OPTION = "--set"
 
 
 @dataclass(frozen=True)
-class Word:
+class CommandArgument:
     name: str
-    """An option's (`--data`), a setting's (`data.path`), or a word alone."""
+    """Name of an option (`--data`) or of a setting (`data.path`), or a positional word."""
     value: str | None = None
 
     @property
-    def text(self) -> list[str]:
+    def words(self) -> list[str]:
         if self.value is None:
             return [self.name]
-        return [self.name, self.value] if self.name.startswith("-") else [SET, f"{self.name}={self.value}"]
+        return [self.name, self.value] if self.name.startswith("-") else [SET_OPTION, f"{self.name}={self.value}"]
 
 
-def parsed(words: Sequence[str]) -> Iterator[Word]:
-    left = iter(words)
-    for word in left:
-        name, given, value = word.partition("=")
-        if not word.startswith("-") or word in job_names.FLAGS:
-            yield Word(word)
+def parse_words(words: Sequence[str]) -> Iterator[CommandArgument]:
+    remaining = iter(words)
+    for word in remaining:
+        name, has_value, value = word.partition("=")
+        if not word.startswith("-") or word in job_names.VALUELESS_OPTIONS:
+            yield CommandArgument(word)
             continue
-        value = value if given else next(left, "")
-        if name == SET:
+        value = value if has_value else next(remaining, "")
+        if name == SET_OPTION:
             name, _, value = value.partition("=")
-        yield Word(name.strip(), value)
+        yield CommandArgument(name.strip(), value)
 
 
-def joined(words: Iterable[Word]) -> list[str]:
-    return [part for word in words for part in word.text]
+def join_words(arguments: Iterable[CommandArgument]) -> list[str]:
+    return [part for word in arguments for part in word.words]
 
 
-def of(words: Sequence[str], out: str, storage: str) -> list[str]:
-    """A command's words, for the run folder `out` and with what a rehearsal adds: each update is logged, and a
-    copy goes to `storage` where it would have gone to a storage of the user's."""
-    found = list(parsed(words))
-    kept = [word for word in found if word.name not in (*OWN, *FLAGS)]
-    added = [Word("--out", out), Word("train.log_every", "1")]
-    if any(word.name == "cluster.storage" for word in found):
-        added.append(Word("cluster.storage", storage))
-    return joined([*kept, *added])
+def rehearsal_command(words: Sequence[str], out: str, storage: str) -> list[str]:
+    """The command for the run folder `out` with the rehearsal's settings: each step is logged, and remote copies go to
+    `storage` if the user set one."""
+    arguments = list(parse_words(words))
+    user_arguments = [word for word in arguments if word.name not in (*REHEARSAL_OPTIONS, *DROPPED_FLAGS)]
+    rehearsal_arguments = [CommandArgument("--out", out), CommandArgument("train.log_every", "1")]
+    if any(word.name == "cluster.storage" for word in arguments):
+        rehearsal_arguments.append(CommandArgument("cluster.storage", storage))
+    return join_words([*user_arguments, *rehearsal_arguments])
 
 
-def changed(words: Sequence[str], model: str, *settings: str) -> list[str]:
-    """The words with another model, and with these settings behind all others."""
-    kept = [word for word in parsed(words) if word.name not in ("--model", "model.name")]
-    return [*joined([*kept, Word("--model", model)]), *(part for one in settings for part in (SET, one))]
+def override_command(words: Sequence[str], model: str, *settings: str) -> list[str]:
+    """The command with another model, and with these settings last."""
+    other_arguments = [word for word in parse_words(words) if word.name not in ("--model", "model.name")]
+    return [
+        *join_words([*other_arguments, CommandArgument("--model", model)]),
+        *(part for setting in settings for part in (SET_OPTION, setting)),
+    ]
 
 
-def workers(words: Sequence[str]) -> int:
+def count_workers(words: Sequence[str]) -> int:
     """How many workers the command trains with, by its words or its recipe."""
-    said = [word.value or "" for word in parsed(words) if word.name in ("--workers", "train.workers")]
-    asked = dict(config.parse_assignment(f"train.workers={value}") for value in said)
-    return config.load(job_names.given(words) or config.recipe_names()[0], asked).recipe.train.workers
+    values = [word.value or "" for word in parse_words(words) if word.name in ("--workers", "train.workers")]
+    overrides = dict(config.parse_assignment(f"train.workers={value}") for value in values)
+    return config.load_config(
+        job_names.first_positional(words) or config.list_recipe_names()[0], overrides
+    ).recipe.train.workers
 
 
-def of_this_machine(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
-    """The words with the whole paths of what they name on this machine, and what of it is not there.
+def resolve_local_paths(words: Sequence[str]) -> tuple[list[str], list[Problem]]:
+    """Resolve the local paths of a command, and report missing files.
 
-    A recipe's file is among it, and what it names in its turn: that is said by settings, unless the words do.
+    The settings of a recipe file are included, unless the command overrides them.
     """
-    found, problems = list(parsed(words)), list[Problem]()
-    recipe = job_names.given(words)
-    said = {SHORT.get(word.name, word.name) for word in found}
-    for place, word in enumerate(found):
-        if word.name in (*LOCAL, *SETTINGS) and word.value is not None:
-            whole = _whole(word.value)
-            if whole is None and word.value.startswith(("/", "~", ".")):
-                reason, fix = "is not on this machine", "rehearse with a file that is: some hundred rows do"
+    arguments, problems = list(parse_words(words)), list[Problem]()
+    recipe = job_names.first_positional(words)
+    assigned_names = {SETTING_OF_OPTION.get(word.name, word.name) for word in arguments}
+    for index, word in enumerate(arguments):
+        if word.name in (*LOCAL_PATH_OPTIONS, *LOCAL_PATH_SETTINGS) and word.value is not None:
+            absolute_path = _absolute_path(word.value)
+            if absolute_path is None and word.value.startswith(("/", "~", ".")):
+                reason, fix = "is not on this machine", "rehearse with a local file; a few hundred rows are enough"
                 problems.append(Problem("path", word.value, reason, fix, code="not_found"))
-            found[place] = replace(word, value=whole or word.value)
+            arguments[index] = replace(word, value=absolute_path or word.value)
         elif word.value is None and word.name == recipe and Path(word.name).expanduser().is_file():
             path = Path(word.name).expanduser().absolute()
-            found[place] = Word(str(path))
-            found += [one for one in _in_recipe(path) if one.name not in said]
-    return joined(found), problems
+            arguments[index] = CommandArgument(str(path))
+            arguments += [recipe_path for recipe_path in _recipe_paths(path) if recipe_path.name not in assigned_names]
+    return join_words(arguments), problems
 
 
-def _whole(value: str) -> str | None:
-    """The whole path of a file, a folder or a pattern of files; None for what is none here, as an address or a name."""
+def _absolute_path(value: str) -> str | None:
+    """Absolute path of a file, a folder or a glob; None for anything else, such as a URL or a hub name."""
     path = Path(value).expanduser()
     if "://" in value or not (path.exists() or glob.glob(str(path), recursive=True)):
         return None
     return str(path.absolute())
 
 
-def _in_recipe(path: Path) -> Iterator[Word]:
-    """Settings of a recipe's file that name something on this machine; what is wrong in it, the training will say."""
+def _recipe_paths(path: Path) -> Iterator[CommandArgument]:
+    """Settings of a recipe file with local paths; the training itself reports other errors in it."""
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError, RecursionError):
         return
-    for name in SETTINGS:
+    for name in LOCAL_PATH_SETTINGS:
         section, _, key = name.partition(".")
-        part = document.get(section) if isinstance(document, dict) else None
-        value = part.get(key) if isinstance(part, dict) else None
-        if isinstance(value, str) and (whole := _whole(value)) is not None and whole != value:
-            yield Word(name, whole)
+        section_settings = document.get(section) if isinstance(document, dict) else None
+        value = section_settings.get(key) if isinstance(section_settings, dict) else None
+        if isinstance(value, str) and (absolute_path := _absolute_path(value)) is not None and absolute_path != value:
+            yield CommandArgument(name, absolute_path)

@@ -1,6 +1,6 @@
-"""The two faults of a rehearsal, in the middle of a run: a spot notice, and a node that is gone without one.
+"""The two faults of a rehearsal: a spot notice, and the loss of a node without one.
 
-When they come, and what became of the run, are read from the run's log: both are pure. `Saboteur` acts.
+Their time and the run's recovery are computed from the run's log; both are pure. `ClusterFaultInjector` acts.
 """
 
 import time
@@ -11,168 +11,193 @@ from typing import Any, Literal
 
 import psutil
 
-from rtrain.rehearsal.machines.local_cluster import Up
-from rtrain.rehearsal.machines.machine_registry import Machine
+from rtrain.rehearsal.machines.local_cluster import RehearsalCluster
+from rtrain.rehearsal.machines.machine_registry import MachineRecord
 
-Kind = Literal["notice", "kill"]
-Events = Sequence[Mapping[str, Any]]
-PLACES: Mapping[Kind, int] = {"notice": 8, "kill": 2}
-"""A fault comes once an eighth, or a half, of the updates are made. A notice is looked for every 5 s, in which a small
-run may come to its end."""
-NOTICE_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
+FaultKind = Literal["notice", "kill"]
+EventLog = Sequence[Mapping[str, Any]]
+FAULT_POSITIONS: Mapping[FaultKind, int] = {"notice": 8, "kill": 2}
+"""A fault is injected after an eighth, or a half, of the steps. Watchers poll every 5 s, in which a small run may
+end."""
+NOTICE_PERIOD_S = {"aws": 120.0, "gcp": 30.0, "azure": 30.0}
 """Seconds between a cloud's notice and the end of the machine."""
-CHECKPOINT_WITHIN_S, WHOLE_WITHIN_S = 10.0, 60.0
-"""A notice leaves 30 s on the clouds that tell least. A third of it is for the checkpoint, as the rest is needed where
-storage is slow. A run that trains with fewer workers than it may for longer than a minute wastes the node that came."""
-WORKER = "ray::RayTrainWorker"
-"""What the processes of workers are called."""
+MAX_CHECKPOINT_S, MAX_REJOIN_S = 10.0, 60.0
+"""The shortest notice is 30 s. A third of it is allowed for the checkpoint; the rest is for slow storage. A run that
+leaves a new node unused for longer than a minute wastes it."""
+WORKER_PROCESS_PREFIX = "ray::RayTrainWorker"
+"""Prefix of worker process names."""
 
 
 @dataclass
-class Fault:
-    """A fault, and what became of the run."""
+class InjectedFault:
+    """An injected fault, and the run's recovery."""
 
-    kind: Kind
+    kind: FaultKind
     node: str
     type: str
     time: float
-    """When it came, in seconds since 1970."""
-    at_update: int = -1
-    """Updates that had been logged when the run was ended by it."""
-    resumed_from: int = -1
-    recomputed: int = -1
-    """Updates that were computed again."""
+    """Time of the fault, in seconds since 1970."""
+    at_step: int = -1
+    """Steps logged before the interruption."""
+    resumed_from_step: int = -1
+    recomputed_steps: int = -1
+    """Steps that were recomputed."""
     seconds_to_checkpoint: float | None = None
-    """From a notice until the checkpoint with which the run left the node was whole on its storage."""
-    seconds_to_next_update: float = -1.0
-    """From the fault to the end of the first update that the run had not reached before it."""
-    whole: float | None = None
-    """When the first such update of as many workers as before had ended, in seconds since 1970."""
+    """Seconds from a notice until the last checkpoint before the restart was complete on storage."""
+    seconds_to_next_step: float = -1.0
+    """Seconds from the fault to the end of the first new step."""
+    full_size_at: float | None = None
+    """When the first new step with the previous number of workers ended, in seconds since 1970."""
     seconds_after_join: float | None = None
-    """From the join of the first node that came after the fault until the run was whole; None where it was whole
-    without one."""
+    """Seconds from the join of the first replacement node until the run had its full size; None if it did not need
+    one."""
 
     @property
-    def is_over(self) -> bool:
-        return self.whole is not None
+    def has_recovered(self) -> bool:
+        return self.full_size_at is not None
 
     def problems(self) -> list[str]:
-        """Why it does not pass: a notice costs no update, and its checkpoint is whole in time; after both faults the
-        run goes on, and takes a node that came in time."""
-        if not self.is_over:
-            return ["the run did not get over it"]
-        found, saved, joined = list[str](), self.seconds_to_checkpoint, self.seconds_after_join
+        """Reasons for failure: a notice must cost no step, and its checkpoint must be complete in time; after both
+        faults the run must recover, and use a new node in time."""
+        if not self.has_recovered:
+            return ["the run did not recover"]
+        problems, checkpoint_s, rejoin_s = list[str](), self.seconds_to_checkpoint, self.seconds_after_join
         if self.kind == "notice":
-            found += [f"{self.recomputed} updates were computed again"] if self.recomputed else []
-            if saved is None:
-                found.append("no checkpoint was written for it")
-            elif saved > CHECKPOINT_WITHIN_S:
-                found.append(f"its checkpoint was whole after {saved:.1f} s, {CHECKPOINT_WITHIN_S:.0f} are allowed")
-        if joined is not None and joined > WHOLE_WITHIN_S:
-            text = f"all workers trained {joined:.1f} s after a node had joined, {WHOLE_WITHIN_S:.0f} are allowed"
-            found.append(text)
-        return found
+            problems += [f"{self.recomputed_steps} steps were recomputed"] if self.recomputed_steps else []
+            if checkpoint_s is None:
+                problems.append("no checkpoint was written")
+            elif checkpoint_s > MAX_CHECKPOINT_S:
+                problems.append(
+                    f"its checkpoint was complete after {checkpoint_s:.1f} s; {MAX_CHECKPOINT_S:.0f} s are allowed"
+                )
+        if rejoin_s is not None and rejoin_s > MAX_REJOIN_S:
+            message = f"all workers trained {rejoin_s:.1f} s after a node had joined; {MAX_REJOIN_S:.0f} s are allowed"
+            problems.append(message)
+        return problems
 
     @property
-    def passed(self) -> bool:
+    def has_passed(self) -> bool:
         return not self.problems()
 
 
-def due(events: Events, met: Sequence[Fault], wanted: Sequence[Kind], updates: int, workers: int = 1) -> Kind | None:
-    """The fault that is to come now; None for none. Each comes at its place, once the run has got over the last one and
-    has at least so many workers. `updates`: those of the whole run."""
-    if len(met) == len(wanted) or (met and not met[-1].is_over):
+def due_fault(
+    events: EventLog,
+    injected: Sequence[InjectedFault],
+    planned: Sequence[FaultKind],
+    total_steps: int,
+    min_workers: int = 1,
+) -> FaultKind | None:
+    """The fault that is due now, or None. Each comes at its position, once the run has recovered from the previous one
+    and has `min_workers`. `total_steps`: steps of the whole run."""
+    if len(injected) == len(planned) or (injected and not injected[-1].has_recovered):
         return None
-    if next((event["workers"] for event in reversed(events) if event["kind"] == "started"), 0) < workers:
+    if next((event["workers"] for event in reversed(events) if event["kind"] == "started"), 0) < min_workers:
         return None
-    last = events[-1] if events else {}
-    kind = wanted[len(met)]
-    return kind if last.get("kind") == "progress" and last["update"] >= updates // PLACES[kind] else None
+    last_event = events[-1] if events else {}
+    kind = planned[len(injected)]
+    return (
+        kind
+        if last_event.get("kind") == "progress" and last_event["step"] >= total_steps // FAULT_POSITIONS[kind]
+        else None
+    )
 
 
-def follow(fault: Fault, events: Events) -> None:
-    """Write down what has become of the run since the fault."""
-    place = next((place for place, event in enumerate(events) if event["time"] > fault.time), len(events))
-    again = next((number for number in range(place, len(events)) if events[number]["kind"] == "started"), None)
-    saved = next((event["time"] for event in events[place:again] if event["kind"] == "saved"), None)
-    if saved is not None and fault.kind == "notice":
-        fault.seconds_to_checkpoint = round(saved - fault.time, 1)
-    if again is None:
+def record_recovery(fault: InjectedFault, events: EventLog) -> None:
+    """Record the run's recovery since the fault."""
+    fault_index = next((index for index, event in enumerate(events) if event["time"] > fault.time), len(events))
+    restart_index = next(
+        (number for number in range(fault_index, len(events)) if events[number]["kind"] == "started"), None
+    )
+    saved_at = next((event["time"] for event in events[fault_index:restart_index] if event["kind"] == "saved"), None)
+    if saved_at is not None and fault.kind == "notice":
+        fault.seconds_to_checkpoint = round(saved_at - fault.time, 1)
+    if restart_index is None:
         return
-    fault.at_update = max((event["update"] for event in events[:again] if event["kind"] == "progress"), default=0)
-    fault.resumed_from = events[again]["update"]
-    fault.recomputed = max(0, fault.at_update - fault.resumed_from)
-    before = next((event["workers"] for event in reversed(events[:place]) if event["kind"] == "started"), 0)
+    fault.at_step = max((event["step"] for event in events[:restart_index] if event["kind"] == "progress"), default=0)
+    fault.resumed_from_step = events[restart_index]["step"]
+    fault.recomputed_steps = max(0, fault.at_step - fault.resumed_from_step)
+    previous_workers = next(
+        (event["workers"] for event in reversed(events[:fault_index]) if event["kind"] == "started"), 0
+    )
     workers = 0
-    for event in events[again:]:
+    for event in events[restart_index:]:
         if event["kind"] == "started":
             workers = event["workers"]
-        elif event["kind"] == "progress" and event["update"] > fault.at_update:
-            if fault.seconds_to_next_update < 0:
-                fault.seconds_to_next_update = round(event["time"] - fault.time, 1)
-            if workers >= before:
-                fault.whole = event["time"]
+        elif event["kind"] == "progress" and event["step"] > fault.at_step:
+            if fault.seconds_to_next_step < 0:
+                fault.seconds_to_next_step = round(event["time"] - fault.time, 1)
+            if workers >= previous_workers:
+                fault.full_size_at = event["time"]
                 return
 
 
-def after_join(fault: Fault, joined: Collection[float]) -> float | None:
-    """`Fault.seconds_after_join`; `joined`: when each node has joined the cluster, in seconds since 1970."""
-    came = min((at for at in joined if at > fault.time), default=None)
-    return round(fault.whole - came, 1) if came is not None and fault.whole is not None and fault.whole > came else None
+def seconds_after_join(fault: InjectedFault, join_times: Collection[float]) -> float | None:
+    """Compute `InjectedFault.seconds_after_join`; `join_times`: join times of the nodes, in seconds since 1970."""
+    first_join = min((at for at in join_times if at > fault.time), default=None)
+    return (
+        round(fault.full_size_at - first_join, 1)
+        if first_join is not None and fault.full_size_at is not None and fault.full_size_at > first_join
+        else None
+    )
 
 
-class Saboteur:
-    """Looks at a run's log again and again, and meets the run with each fault when it is due."""
+class ClusterFaultInjector:
+    """Polls a run's log, and injects each fault when it is due."""
 
-    def __init__(self, up: Up, wanted: Sequence[Kind], updates: int, workers: int = 1):
-        """`workers`: the fewest that the run has when a fault comes."""
-        self._up, self._wanted, self._updates, self._workers = up, wanted, updates, workers
-        self.met: list[Fault] = []
+    def __init__(self, cluster: RehearsalCluster, planned: Sequence[FaultKind], total_steps: int, min_workers: int = 1):
+        """`min_workers`: minimum workers of the run when a fault is injected."""
+        self._cluster, self._planned, self._total_steps, self._min_workers = cluster, planned, total_steps, min_workers
+        self.injected: list[InjectedFault] = []
 
-    def look(self, events: Events) -> Fault | None:
-        """Returns a fault that has just come."""
-        self._take_away()
-        if self.met and not self.met[-1].is_over:
-            follow(self.met[-1], events)
-        kind = due(events, self.met, self._wanted, self._updates, self._workers)
-        node = training_node(self._up) if kind else None
+    def inject_due_fault(self, events: EventLog) -> InjectedFault | None:
+        """Inject a due fault, and return it."""
+        self._terminate_noticed()
+        if self.injected and not self.injected[-1].has_recovered:
+            record_recovery(self.injected[-1], events)
+        kind = due_fault(events, self.injected, self._planned, self._total_steps, self._min_workers)
+        node = find_training_node(self._cluster) if kind else None
         if kind is None or node is None:
             return None
-        fault = Fault(kind, node, self._up.book.all()[node].type, time.time())
+        fault = InjectedFault(kind, node, self._cluster.registry.all_machines()[node].type, time.time())
         if kind == "notice":
-            self._up.told[node].ends = fault.time + NOTICE_S[self._up.plan.watcher or "aws"]
+            self._cluster.metadata_by_machine[node].terminates_at = (
+                fault.time + NOTICE_PERIOD_S[self._cluster.plan.watcher or "aws"]
+            )
         else:
-            self._up.cloud.cut(node)
-        self.met.append(fault)
+            self._cluster.cloud.cut_power(node)
+        self.injected.append(fault)
         return fault
 
-    def _take_away(self) -> None:
-        """The machines whose notice has run out."""
-        for name, one in self._up.book.up().items():
-            ends = self._up.told[name].ends
-            if ends is not None and time.time() > ends and one.pid is not None:
-                self._up.cloud.cut(name)
+    def _terminate_noticed(self) -> None:
+        """Terminate the machines whose notice has expired."""
+        for name, machine in self._cluster.registry.live_machines().items():
+            terminates_at = self._cluster.metadata_by_machine[name].terminates_at
+            if terminates_at is not None and time.time() > terminates_at and machine.pid is not None:
+                self._cluster.cloud.cut_power(name)
 
 
-def training_node(up: Up) -> str | None:
-    """A machine on which workers of a run are; a spot one, where there is any."""
-    found = [(not up.plan.by_name[one.type].is_spot, name) for name, one in machines_with(up, WORKER).items()]
-    return min(found)[1] if found else None
+def find_training_node(cluster: RehearsalCluster) -> str | None:
+    """A machine with workers of a run, a spot machine if possible."""
+    candidates = [
+        (not cluster.plan.types_by_name[machine.type].is_spot, name)
+        for name, machine in machines_with_process(cluster, WORKER_PROCESS_PREFIX).items()
+    ]
+    return min(candidates)[1] if candidates else None
 
 
-def machines_with(up: Up, sign: str) -> dict[str, Machine]:
-    """The machines, but for the head's, on which a process runs whose command line begins with `sign`."""
+def machines_with_process(cluster: RehearsalCluster, prefix: str) -> dict[str, MachineRecord]:
+    """Worker machines that run a process whose command line begins with `prefix`."""
     return {
-        name: one
-        for name, one in up.book.up().items()
-        if name != up.head and one.pid is not None and _runs(one.pid, sign)
+        name: live_machine
+        for name, live_machine in cluster.registry.live_machines().items()
+        if name != cluster.head_name and live_machine.pid is not None and _has_process(live_machine.pid, prefix)
     }
 
 
-def _runs(pid: int, sign: str) -> bool:
+def _has_process(pid: int, prefix: str) -> bool:
     with suppress(psutil.Error):
         for process in psutil.Process(pid).children(recursive=True):
             with suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(sign):
+                if " ".join(process.cmdline()).startswith(prefix):
                     return True
     return False

@@ -1,4 +1,4 @@
-"""A job on a rehearsed cluster, followed until it has ended, and what listens on the cluster meanwhile."""
+"""Follow a job on a rehearsed cluster until it ends, and record the cluster's listening sockets."""
 
 import time
 from collections.abc import Callable
@@ -8,93 +8,105 @@ from rtrain.cluster.jobs import job_names
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.rehearsal import ports
-from rtrain.rehearsal.faults import Events, Saboteur
-from rtrain.rehearsal.machines.local_cluster import Up
+from rtrain.rehearsal.faults import ClusterFaultInjector, EventLog
+from rtrain.rehearsal.machines.local_cluster import RehearsalCluster
 
-Say = Callable[[str], None]
-LOOK_EVERY_S = 0.3
-PORTS_EVERY_S = 5.0
-ANSWER_S = 60.0
-QUIET_S = 600.0
-"""Seconds without a line in a run's log after which a rehearsal is broken off."""
-TOLD_EVERY_S = 30.0
+LogFunction = Callable[[str], None]
+POLL_INTERVAL_S = 0.3
+LISTENER_CHECK_INTERVAL_S = 5.0
+STATUS_TIMEOUT_S = 60.0
+SILENCE_TIMEOUT_S = 600.0
+"""Seconds without a log line after which a rehearsal is aborted."""
+STATUS_INTERVAL_S = 30.0
 
 
-def never(log: Events) -> bool:
+def never_stop(log: EventLog) -> bool:
     return False
 
 
-class Broken(UserError):
-    """The rehearsal cannot go on; what it has seen is judged."""
+class RehearsalAborted(UserError):
+    """The rehearsal cannot continue; its measurements so far are judged."""
 
 
-class Follower:
-    """Follows jobs on one cluster. `logs` is the folder of what its machines print."""
+class JobFollower:
+    """Follows jobs on one cluster. `logs` is the folder of its machines' output."""
 
-    def __init__(self, made: Up, logs: Path, say: Say):
-        self._made, self._logs, self._say = made, logs, say
-        self._looked = 0.0
-        self._known = {made.metrics_port: ports.METRICS}
+    def __init__(self, cluster: RehearsalCluster, logs: Path, log: LogFunction):
+        self._cluster, self._logs, self._log = cluster, logs, log
+        self._listeners_checked_at = 0.0
+        self._port_roles = {cluster.metrics_port: ports.METRICS_ROLE}
         self.listeners: set[ports.Listener] = set()
-        """Every socket that was seen."""
+        """All sockets seen so far."""
 
-    def training(
-        self, job: str, run: Run, name: str, saboteur: Saboteur | None = None, until: Callable[[Events], bool] = never
+    def follow_training(
+        self,
+        job: str,
+        run: Run,
+        name: str,
+        injector: ClusterFaultInjector | None = None,
+        should_stop: Callable[[EventLog], bool] = never_stop,
     ) -> None:
-        """Return once a run's job has done its work, or has been stopped as its log is enough (`until`). Raises
-        `Broken` where it has failed, or is quiet for too long."""
-        quiet, seen, shown, enough = time.monotonic(), 0, 0.0, False
+        """Return once a run's job has finished, or was stopped by `should_stop`. Raises `RehearsalAborted` if it
+        failed, or was silent for too long."""
+        active_at, logged_events, reported_at, is_stopped = time.monotonic(), 0, 0.0, False
         while True:
-            status = self.status(job)
+            status = self.wait_for_status(job)
             log = run.events() if run.log.is_file() else []
-            self.look()
-            if saboteur is not None and (fault := saboteur.look(log)) is not None:
-                self._say(f"{fault.kind} at update {log[-1]['update']}: {fault.node} ({fault.type})")
-            if status in job_names.ENDED:
+            self.record_listeners()
+            if injector is not None and (fault := injector.inject_due_fault(log)) is not None:
+                self._log(f"{fault.kind} at step {log[-1]['step']}: {fault.node} ({fault.type})")
+            if status in job_names.FINAL_STATUSES:
                 break
-            if not enough and until(log):
-                enough = self._made.jobs.stop(job)
-            if len(log) > seen:
-                quiet, seen = time.monotonic(), len(log)
+            if not is_stopped and should_stop(log):
+                is_stopped = self._cluster.jobs.stop(job)
+            if len(log) > logged_events:
+                active_at, logged_events = time.monotonic(), len(log)
                 if log[-1]["kind"] != "progress":
-                    self._say(f"{name} run: {log[-1]['kind']}")
-            elif time.monotonic() - quiet > QUIET_S:
-                self._made.jobs.stop(job)
-                raise Broken(
-                    f"the {name} run has logged nothing for {QUIET_S:.0f} s; see {self._logs}", code="run_silent"
+                    self._log(f"{name} run: {log[-1]['kind']}")
+            elif time.monotonic() - active_at > SILENCE_TIMEOUT_S:
+                self._cluster.jobs.stop(job)
+                raise RehearsalAborted(
+                    f"the {name} run has logged nothing for {SILENCE_TIMEOUT_S:.0f} s; see {self._logs}",
+                    code="run_silent",
                 )
-            elif time.monotonic() - shown > TOLD_EVERY_S and not log:
-                shown = time.monotonic()
-                self._say(f"{name} run: {status.lower()}, {len(self._made.book.up()) - 1} worker nodes")
-            time.sleep(LOOK_EVERY_S)
-        if status != "SUCCEEDED" and not enough:
-            lines = self._made.jobs.logs(job).strip().splitlines()[-12:]
-            raise Broken(
-                "\n".join([f"the {name} run has ended as {status}; its last lines:", *lines]), code="run_failed"
+            elif time.monotonic() - reported_at > STATUS_INTERVAL_S and not log:
+                reported_at = time.monotonic()
+                self._log(
+                    f"{name} run: {status.lower()}, {len(self._cluster.registry.live_machines()) - 1} worker nodes"
+                )
+            time.sleep(POLL_INTERVAL_S)
+        if status != "SUCCEEDED" and not is_stopped:
+            lines = self._cluster.jobs.get_logs(job).strip().splitlines()[-12:]
+            raise RehearsalAborted(
+                "\n".join([f"the {name} run ended as {status}; its last lines:", *lines]), code="run_failed"
             )
 
-    def status(self, job: str) -> str:
-        """That of a job. A head on a busy machine may be late with its answer."""
-        give_up = time.monotonic() + ANSWER_S
+    def wait_for_status(self, job: str) -> str:
+        """Status of a job. A busy head may respond late."""
+        deadline = time.monotonic() + STATUS_TIMEOUT_S
         while True:
             try:
-                found = self._made.jobs.all().get(job)
+                job_info = self._cluster.jobs.list_jobs().get(job)
             except UserError:
-                if time.monotonic() > give_up or self._made.head not in self._made.book.up():
+                if time.monotonic() > deadline or self._cluster.head_name not in self._cluster.registry.live_machines():
                     raise
             else:
-                if found is None:
-                    raise Broken(
-                        f"the head has started anew, and knows the job {job} no more; see {self._logs}",
+                if job_info is None:
+                    raise RehearsalAborted(
+                        f"the head was restarted, and does not know the job {job}; see {self._logs}",
                         code="head_restarted",
                     )
-                return found.status
-            time.sleep(LOOK_EVERY_S)
+                return job_info.status
+            time.sleep(POLL_INTERVAL_S)
 
-    def look(self) -> None:
-        """Which sockets are open, now and then: most of them are there for some seconds only."""
-        if time.monotonic() - self._looked < PORTS_EVERY_S:
+    def record_listeners(self) -> None:
+        """Record open sockets periodically: most of them are short-lived."""
+        if time.monotonic() - self._listeners_checked_at < LISTENER_CHECK_INTERVAL_S:
             return
-        self._looked = time.monotonic()
-        machines = [(name, one.pid) for name, one in self._made.book.up().items() if one.pid is not None]
-        self.listeners |= ports.listening(machines, self._known)
+        self._listeners_checked_at = time.monotonic()
+        machines = [
+            (name, live_machine.pid)
+            for name, live_machine in self._cluster.registry.live_machines().items()
+            if live_machine.pid is not None
+        ]
+        self.listeners |= ports.find_listeners(machines, self._port_roles)

@@ -1,4 +1,4 @@
-"""What a rehearsal has measured: its nodes, and two runs of one recipe beside each other."""
+"""Measurements of a rehearsal: its nodes, and the comparison of two runs."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,163 +10,206 @@ import numpy.typing as npt
 
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.core.run_folder import Run
-from rtrain.rehearsal.faults import Fault
-from rtrain.rehearsal.machines.machine_registry import Machine
-from rtrain.rehearsal.plan import Plan
+from rtrain.rehearsal.faults import InjectedFault
+from rtrain.rehearsal.machines.machine_registry import MachineRecord
+from rtrain.rehearsal.plan import RehearsalPlan
 from rtrain.verification import ledger
 
-Arrays = Mapping[str, npt.NDArray[Any]]
-SAME_WEIGHTS = 1e-8
-"""Most that the weights of two layouts may differ in float64, where sums are added in another order."""
-ENDS = {"terminated": "idle", "left": "by itself", "killed": "killed", "down": "taken down"}
+ArraysByName = Mapping[str, npt.NDArray[Any]]
+WEIGHT_TOLERANCE = 1e-8
+"""Maximum relative difference between weights of two layouts in float64, where sums are added in another order."""
+END_LABELS = {"terminated": "idle", "left": "by itself", "killed": "killed", "down": "taken down"}
 
 
 @dataclass(frozen=True)
-class Node:
-    """A machine, as the certificate tells of it. Times are seconds since the rehearsal began."""
+class RehearsedNode:
+    """A machine in the certificate. Times are seconds since the rehearsal began."""
 
     name: str
     type: str
-    asked: float
-    joined: float | None
-    """When it was a node of the cluster; None where it never was."""
-    ended: float
-    end: str
+    requested_at: float
+    joined_at: float | None
+    """When it joined the cluster; None if it never did."""
+    ended_at: float
+    end_reason: str
     dollars: float | None
-    """What so many seconds of it would cost, on demand; None where its price is not known."""
+    """On-demand cost of its lifetime; None if its price is unknown."""
 
     @property
     def seconds_to_join(self) -> float | None:
-        return None if self.joined is None else round(self.joined - self.asked, 1)
+        return None if self.joined_at is None else round(self.joined_at - self.requested_at, 1)
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Which rows the disturbed run was trained on, by its ledger."""
+class RowComparison:
+    """Rows of the disturbed run, by its ledger."""
 
-    agrees: bool
-    """Whether everything that the run wrote down is in the ledger that is computed anew."""
+    matches_ledger: bool
+    """Whether the recorded ledger equals the recomputed one."""
     lost: int
     repeated: int
     same_order: bool
-    """Whether they came in the order of the undisturbed run."""
+    """Whether the order equals the undisturbed run's."""
 
 
 @dataclass(frozen=True)
-class Weights:
-    """The last weights of the disturbed run beside those of the undisturbed one."""
+class WeightComparison:
+    """Final weights of the disturbed run, compared with the undisturbed run's."""
 
     identical: bool
     difference: float
-    """Norm of the difference, over the norm of the weights."""
+    """Norm of the difference over the norm of the weights."""
     same_workers: bool
-    """Whether every start had the workers of the undisturbed run: then the weights must be identical. Else they are
-    equal up to rounding where nothing is dropped, and with dropout as far apart as two masks make them."""
+    """Whether every attempt had the workers of the undisturbed run: then the weights must be identical. Otherwise they
+    are equal up to rounding without dropout, and differ by two masks with dropout."""
 
 
 @dataclass(frozen=True)
-class Resized:
-    """What became of a run that lost a node at the cluster's cap, and got it back, beside one that did not: in float64
-    and without dropout."""
+class ResizeResult:
+    """Outcome of a run that lost a node at the cluster's cap and got it back, compared with a steady run: in float64,
+    without dropout."""
 
-    notice: Fault
-    workers: Sequence[int]
-    """How many each start had. The first may have fewer than the run may have: nodes come one after another."""
-    update: int
-    """The last one that both runs have a checkpoint of."""
-    rows: Rows
-    """Those of that update, of which the order is compared."""
+    notice: InjectedFault
+    workers_by_attempt: Sequence[int]
+    """Number of workers of each attempt. The first may be smaller: nodes join one after another."""
+    step: int
+    """The last step for which both runs have a checkpoint."""
+    rows: RowComparison
+    """Rows of that step; their order is compared."""
     difference: float
-    """Norm of the difference of both runs' weights, over how far the steady run's weights moved in its second half."""
-    started: int
-    needed: int
-    """Worker nodes that were started, and that had to be."""
+    """Norm of the difference of both runs' weights, over the distance that the steady run's weights moved in its second
+    half."""
+    started_nodes: int
+    required_nodes: int
+    """Worker nodes that were started, and that were required."""
     seconds: float
     left_behind: Sequence[str]
 
     def problems(self) -> list[str]:
-        found = [f"the run that was to go on smaller, its notice: {problem}" for problem in self.notice.problems()]
-        most = max(self.workers)
-        if min(self.workers[self.workers.index(most) :]) == most or self.workers[-1] != most:
-            found.append(f"the run was to go on smaller and to grow again; its starts had {list(self.workers)} workers")
-        if self.rows.lost or self.rows.repeated or not (self.rows.agrees and self.rows.same_order):
-            found.append("the run that was resized was trained on other rows than the steady one")
-        if not self.difference <= SAME_WEIGHTS:
-            found.append(f"the weights of the run that was resized are {self.difference:.1e} off the steady one's")
-        if self.started > self.needed:
-            found.append(f"{self.started} worker nodes were started for the resized run, where {self.needed} do")
-        return [*found, *(f"left behind: {one}" for one in self.left_behind)]
+        problems = [f"notice of the resized run: {problem}" for problem in self.notice.problems()]
+        max_workers = max(self.workers_by_attempt)
+        if (
+            min(self.workers_by_attempt[self.workers_by_attempt.index(max_workers) :]) == max_workers
+            or self.workers_by_attempt[-1] != max_workers
+        ):
+            problems.append(
+                f"the run did not shrink and grow again; its attempts had {list(self.workers_by_attempt)} workers"
+            )
+        if self.rows.lost or self.rows.repeated or not (self.rows.matches_ledger and self.rows.same_order):
+            problems.append("the resized run trained on other rows than the steady run")
+        if not self.difference <= WEIGHT_TOLERANCE:
+            problems.append(f"the weights of the resized run differ by {self.difference:.1e} from the steady run's")
+        if self.started_nodes > self.required_nodes:
+            problems.append(
+                f"{self.started_nodes} worker nodes were started for the resized run; {self.required_nodes} are enough"
+            )
+        return [*problems, *(f"left behind: {name}" for name in self.left_behind)]
 
-    def text(self) -> str:
+    def format(self) -> str:
         rows = self.rows
         return (
-            f"resized in float64: workers {', '.join(map(str, self.workers))}; training again "
-            f"{self.notice.seconds_to_next_update:.1f} s after the notice; at update {self.update} {rows.lost} rows "
-            f"lost, {rows.repeated} repeated, weights {self.difference:.1e} off a steady run's ({self.seconds:.0f} s)"
+            f"resized in float64: workers {', '.join(map(str, self.workers_by_attempt))}; training resumed "
+            f"{self.notice.seconds_to_next_step:.1f} s after the notice; at step {self.step} {rows.lost} rows "
+            f"lost, {rows.repeated} repeated, weights differ by {self.difference:.1e} from a steady run's "
+            f"({self.seconds:.0f} s)"
         )
 
 
-def nodes_of(
-    machines: Mapping[str, Machine], joined: Mapping[str, float], plan: Plan, faults: Sequence[Fault], begin: float
-) -> list[Node]:
-    """The machines of a rehearsal that began at `begin` (seconds since 1970), all of which have ended."""
-    met = {fault.node: {"notice": "spot notice", "kill": "killed"}[fault.kind] for fault in faults}
-    found = []
-    for name, one in machines.items():
-        ended, price = one.ended or one.asked, plan.by_name[one.type].dollars
-        dollars = None if price is None else round((ended - one.asked) / 3600 * price, 6)
-        up = round(joined[name] - begin, 1) if name in joined else None
-        end = met.get(name, ENDS[one.why or "down"])
-        found.append(Node(name, one.type, round(one.asked - begin, 1), up, round(ended - begin, 1), end, dollars))
-    return found
+def rehearsed_nodes(
+    machines: Mapping[str, MachineRecord],
+    join_times: Mapping[str, float],
+    plan: RehearsalPlan,
+    faults: Sequence[InjectedFault],
+    began_at: float,
+) -> list[RehearsedNode]:
+    """The terminated machines of a rehearsal that began at `began_at` (seconds since 1970)."""
+    fault_labels = {fault.node: {"notice": "spot notice", "kill": "killed"}[fault.kind] for fault in faults}
+    nodes = []
+    for name, machine in machines.items():
+        ended_at, price = machine.ended_at or machine.requested_at, plan.types_by_name[machine.type].dollars_per_hour
+        dollars = None if price is None else round((ended_at - machine.requested_at) / 3600 * price, 6)
+        joined_at = round(join_times[name] - began_at, 1) if name in join_times else None
+        end_reason = fault_labels.get(name, END_LABELS[machine.end_reason or "down"])
+        nodes.append(
+            RehearsedNode(
+                name,
+                machine.type,
+                round(machine.requested_at - began_at, 1),
+                joined_at,
+                round(ended_at - began_at, 1),
+                end_reason,
+                dollars,
+            )
+        )
+    return nodes
 
 
-def most_at_a_time(nodes: Sequence[Node]) -> int:
-    """The most of these nodes that there were at one moment. One that is taken counts until it has ended."""
-    return max((sum(one.asked <= node.asked < one.ended for one in nodes) for node in nodes), default=0)
-
-
-def compare_rows(control: Run, run: Run) -> Rows:
-    found, undisturbed = ledger.check(run), ledger.check(control)
-    agrees = found.passed and undisturbed.passed
-    same = (found.order_digest, found.updates) == (undisturbed.order_digest, undisturbed.updates)
-    return Rows(agrees, found.missing, found.repeated, same)
-
-
-def compare_weights(control: Run, run: Run, same_workers: bool) -> Weights:
-    """The newest checkpoints of two runs that have ended, compared."""
-    ours, theirs = (_weights(one, max(checkpoint_format.updates(one.checkpoints))) for one in (run, control))
-    identical = ours.keys() == theirs.keys() and all(
-        ours[name].tobytes() == tensor.tobytes() for name, tensor in theirs.items()
+def max_concurrent(nodes: Sequence[RehearsedNode]) -> int:
+    """Maximum number of concurrent nodes. A preempted node counts until it ends."""
+    return max(
+        (sum(other.requested_at <= node.requested_at < other.ended_at for other in nodes) for node in nodes), default=0
     )
-    norm = _norm(theirs)
-    return Weights(identical, _norm(_apart(ours, theirs)) / norm if norm else 0.0, same_workers)
 
 
-def compare_at(run: Run, control: Run, update: int) -> tuple[bool, float]:
-    """Two runs' checkpoints of one update: whether their rows came in one order, and how far their weights are apart,
-    over how far the control's have moved since its checkpoint before."""
+def compare_rows(control: Run, run: Run) -> RowComparison:
+    run_ledger, control_ledger = ledger.check_ledger(run), ledger.check_ledger(control)
+    matches_ledger = run_ledger.passed and control_ledger.passed
+    same_order = (run_ledger.order_digest, run_ledger.steps) == (control_ledger.order_digest, control_ledger.steps)
+    return RowComparison(matches_ledger, run_ledger.missing_rows, run_ledger.repeated_rows, same_order)
+
+
+def compare_weights(control: Run, run: Run, same_workers: bool) -> WeightComparison:
+    """Compare the newest checkpoints of two finished runs."""
+    weights, control_weights = (
+        _load_weights(each_run, max(checkpoint_format.list_steps(each_run.checkpoints))) for each_run in (run, control)
+    )
+    identical = weights.keys() == control_weights.keys() and all(
+        weights[name].tobytes() == tensor.tobytes() for name, tensor in control_weights.items()
+    )
+    norm = _norm(control_weights)
+    return WeightComparison(
+        identical, _norm(_difference(weights, control_weights)) / norm if norm else 0.0, same_workers
+    )
+
+
+def compare_checkpoints(run: Run, control: Run, step: int) -> tuple[bool, float]:
+    """Compare two runs' checkpoints of one step: whether their rows came in the same order, and the distance of their
+    weights, over the distance that the control's weights moved since its previous checkpoint."""
     states = [
-        checkpoint_format.read_state(checkpoint_format.path_of(one.checkpoints, update)) for one in (run, control)
+        checkpoint_format.read_state(checkpoint_format.checkpoint_path(each_run.checkpoints, step))
+        for each_run in (run, control)
     ]
-    before = max(other for other in checkpoint_format.updates(control.checkpoints) if other < update)
-    ours, theirs, start = _weights(run, update), _weights(control, update), _weights(control, before)
-    moved = _norm(_apart(theirs, start))
-    return states[0].ledger == states[1].ledger, _norm(_apart(ours, theirs)) / moved if moved else math.inf
+    previous_step = max(
+        earlier_step for earlier_step in checkpoint_format.list_steps(control.checkpoints) if earlier_step < step
+    )
+    weights, control_weights, previous_weights = (
+        _load_weights(run, step),
+        _load_weights(control, step),
+        _load_weights(control, previous_step),
+    )
+    distance_moved = _norm(_difference(control_weights, previous_weights))
+    return states[0].ledger == states[1].ledger, _norm(
+        _difference(weights, control_weights)
+    ) / distance_moved if distance_moved else math.inf
 
 
-def _weights(run: Run, update: int) -> Arrays:
+def _load_weights(run: Run, step: int) -> ArraysByName:
     from safetensors.numpy import load_file
 
-    return load_file(checkpoint_format.path_of(run.checkpoints, update) / "model.safetensors")
+    return load_file(checkpoint_format.checkpoint_path(run.checkpoints, step) / "model.safetensors")
 
 
-def _apart(ours: Arrays, theirs: Arrays) -> Arrays:
-    """The differences, in float64; where one has a tensor that the other lacks, that itself."""
-    wide = [{name: one.astype(np.float64) for name, one in tensors.items()} for tensors in (ours, theirs)]
-    nothing = np.zeros(())
-    return {name: np.asarray(wide[0].get(name, nothing) - wide[1].get(name, nothing)) for name in wide[0] | wide[1]}
+def _difference(ours: ArraysByName, theirs: ArraysByName) -> ArraysByName:
+    """Differences in float64; a tensor that only one side has counts in full."""
+    float64_tensors = [
+        {name: tensor.astype(np.float64) for name, tensor in tensors.items()} for tensors in (ours, theirs)
+    ]
+    zero = np.zeros(())
+    return {
+        name: np.asarray(float64_tensors[0].get(name, zero) - float64_tensors[1].get(name, zero))
+        for name in float64_tensors[0] | float64_tensors[1]
+    }
 
 
-def _norm(tensors: Arrays) -> float:
-    return math.sqrt(sum(float(np.square(one.astype(np.float64)).sum()) for one in tensors.values()))
+def _norm(tensors: ArraysByName) -> float:
+    return math.sqrt(sum(float(np.square(tensor.astype(np.float64)).sum()) for tensor in tensors.values()))

@@ -1,4 +1,4 @@
-"""The sockets on which a rehearsed cluster listens, against a list of those that it may listen on."""
+"""Listening sockets of a rehearsed cluster, checked against a list of allowed ones."""
 
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
@@ -11,8 +11,8 @@ import psutil
 
 Scope = Literal["loopback", "network"]
 
-ROLES = (
-    # By what its command line begins with or holds; the first that fits.
+PROCESS_ROLES = (
+    # Fragments of the command line; the first match counts.
     ("control service", "gcs_server"),
     ("raylet", "/raylet/raylet "),
     ("node agent", "ray::DashboardAgent"),
@@ -25,9 +25,9 @@ ROLES = (
     ("process of a job", "default_worker.py"),
     ("driver", "-m rtrain"),
 )
-METRICS = "metrics of the dashboard"
-"""Counts of the cluster, which Ray (2.60) gives to whoever reaches that port; its process is the dashboard's."""
-ALLOWED: dict[str, Scope] = {
+METRICS_ROLE = "metrics of the dashboard"
+"""Cluster metrics, which Ray (2.60) serves to anyone; the dashboard's process serves them."""
+ALLOWED_SCOPES: dict[str, Scope] = {
     "control service": "network",
     "raylet": "network",
     "node agent": "network",
@@ -35,13 +35,13 @@ ALLOWED: dict[str, Scope] = {
     "autoscaler": "network",
     "process of a job": "network",
     "driver": "network",
-    METRICS: "network",
-    # The job API runs anyone's code who has the token: it is reached by SSH alone.
+    METRICS_ROLE: "network",
+    # The job API runs any code of a token holder: it is reachable by SSH only.
     "dashboard": "loopback",
 }
-"""How far a process of each role may be reached. `network` is the nodes' own, which lets nobody else in: what listens
-there asks for the cluster's token, or serves the gradients' exchange. Whatever else listens is a finding."""
-NOBODY: Mapping[int, str] = MappingProxyType({})
+"""Allowed scope of each role. `network` is the cluster's own network, which admits nobody else: these listeners require
+the cluster's token, or synchronize gradients. Any other listener is a finding."""
+NO_PORT_ROLES: Mapping[int, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True, order=True)
@@ -52,40 +52,46 @@ class Listener:
     port: int
 
     @property
-    def allowed(self) -> bool:
-        may = ALLOWED.get(self.role)
-        return may == "network" or may == self.scope
+    def is_allowed(self) -> bool:
+        allowed_scope = ALLOWED_SCOPES.get(self.role)
+        return allowed_scope == "network" or allowed_scope == self.scope
 
     @property
-    def text(self) -> str:
-        where = "the network" if self.scope == "network" else "loopback"
-        return f"{self.role} listens on {where}, port {self.port} ({self.machine})"
+    def description(self) -> str:
+        network = "the network" if self.scope == "network" else "loopback"
+        return f"{self.role} listens on {network}, port {self.port} ({self.machine})"
 
 
-def role_of(command: str) -> str:
-    return next((role for role, sign in ROLES if sign in command), command[:60] or "a process without a name")
+def process_role(command: str) -> str:
+    return next((role for role, sign in PROCESS_ROLES if sign in command), command[:60] or "an unnamed process")
 
 
-def scope_of(address: str) -> Scope:
+def address_scope(address: str) -> Scope:
     return "loopback" if ip_address(address.partition("%")[0]).is_loopback else "network"
 
 
-def listening(machines: Iterable[tuple[str, int]], known: Mapping[int, str] = NOBODY) -> set[Listener]:
-    """What listens at this moment on TCP, of everything that runs on the machines: (name, process id) of each.
+def find_listeners(machines: Iterable[tuple[str, int]], port_roles: Mapping[int, str] = NO_PORT_ROLES) -> set[Listener]:
+    """Find the TCP listeners of all processes on the machines, given as (name, process id).
 
-    `known`: roles of ports that say more than their processes do."""
-    found = set()
+    `port_roles`: roles of ports that are more specific than their processes.
+    """
+    listeners = set()
     for name, pid in machines:
         with suppress(psutil.Error):
             for process in psutil.Process(pid).children(recursive=True):
                 with suppress(psutil.Error):
-                    words = process.cmdline()
-                    if not words and not process.exe():
-                        continue  # it ends: a process loses its memory, and with it its name, before its sockets
-                    role = role_of(" ".join(words))
-                    for one in process.net_connections(kind="tcp"):
-                        if one.status == psutil.CONN_LISTEN:
-                            found.add(
-                                Listener(name, known.get(one.laddr.port, role), scope_of(one.laddr.ip), one.laddr.port)
+                    command_line = process.cmdline()
+                    if not command_line and not process.exe():
+                        continue  # it is exiting: a process loses its name before its sockets
+                    role = process_role(" ".join(command_line))
+                    for connection in process.net_connections(kind="tcp"):
+                        if connection.status == psutil.CONN_LISTEN:
+                            listeners.add(
+                                Listener(
+                                    name,
+                                    port_roles.get(connection.laddr.port, role),
+                                    address_scope(connection.laddr.ip),
+                                    connection.laddr.port,
+                                )
                             )
-    return found
+    return listeners

@@ -1,39 +1,39 @@
-"""What to do next with a run: pure rules, each from the run's facts to one step, or to None where it does not apply.
+"""Recommendations for a run: pure rules from the run's facts to a recommendation or None.
 
-A rule says what to do, the figure that calls for it, and the command where one command does it. The rules stand in the
-order of the page: what must be mended first, then what would raise the score, then the path to the endpoint.
+A recommendation has an action, the figure that is its reason, and optionally a command. The rules have the order of the
+page: repairs, then improvements of the score, then the path to the endpoint.
 """
 
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rtrain.report.drawing.blocks import Step
-from rtrain.report.drawing.svg import short, three
+from rtrain.report.drawing.blocks import Recommendation
+from rtrain.report.drawing.svg import format_significant, truncate
 
-MOST_STEPS = 6
-"""Steps that mend or improve: of a longer list nothing is done. The path to the endpoint comes on top."""
-CUT_SHARE = 0.02
-"""Share of rows cut at the end above which their missing words matter."""
-SET_ASIDE_SHARE = 0.005
-OVERFITTED = 2.0
-"""Held-out loss over training loss, from which on the model has learned its rows by heart."""
-SMALL_LOSS = 0.1
-"""Losses that differ by less are both small."""
-STILL_RISING = 0.05
-"""Share of the whole gain of the validation score that the last evaluation must have added."""
-EARLY_BEST = 0.6
-"""The best update is early where it lies before this share of all."""
-LONGEST = 512
-"""Tokens that most encoders read at once. What is longer is read in windows, of as many tokens as this one reads."""
-FEW_ROWS = 50
-"""Training rows of a label below which more of them are the first remedy."""
-LANGUAGES = ("lang", "language", "locale")
+MAX_RECOMMENDATIONS = 6
+"""Most repairs and improvements; users ignore longer lists. The path to the endpoint is added."""
+MIN_TRUNCATED_SHARE = 0.02
+"""Least share of truncated rows with a recommendation."""
+MIN_QUARANTINED_SHARE = 0.005
+OVERFIT_LOSS_RATIO = 2.0
+"""Ratio of held-out loss to training loss of an overfitted model."""
+MIN_LOSS_GAP = 0.1
+"""Smaller differences of the losses are ignored."""
+MIN_LAST_GAIN_SHARE = 0.05
+"""Least share of the last evaluation in the total gain of the validation score."""
+EARLY_BEST_SHARE = 0.6
+"""A best step before this share of all steps is early."""
+MAX_TOKENS = 512
+"""Tokens that most encoders read at once. Longer texts need windows."""
+MIN_LABEL_ROWS = 50
+"""Labels with fewer training rows get the recommendation to add rows."""
+LANGUAGE_COLUMNS = ("lang", "language", "locale")
 
 
 @dataclass(frozen=True)
-class Weak:
-    """A slice of the rows whose score is worse than that of all rows by more than chance."""
+class WeakSlice:
+    """A slice that is significantly worse than all rows."""
 
     column: str
     value: str
@@ -42,8 +42,8 @@ class Weak:
 
 
 @dataclass(frozen=True)
-class Label:
-    """The label that is answered worst."""
+class WorstLabel:
+    """The label with the lowest F1."""
 
     name: str
     f1: float
@@ -51,284 +51,318 @@ class Label:
 
 
 @dataclass(frozen=True)
-class Compared:
-    """The model and the best baseline on the same rows."""
+class BaselineComparison:
+    """Scores of the model and of the best baseline on the same rows."""
 
     score: float
     interval: tuple[float, float] | None
     """95 % interval of `score`."""
-    name: str
-    """Of the baseline."""
-    reached: float
+    baseline_name: str
+    """Name of the baseline."""
+    baseline_score: float
     """Score of the baseline."""
 
     @property
     def is_ahead(self) -> bool | None:
-        """None where the difference may be chance."""
+        """Whether the model is better; None if the difference is not significant."""
         low, high = self.interval or (self.score, self.score)
-        return None if low <= self.reached <= high else self.score > self.reached
+        return None if low <= self.baseline_score <= high else self.score > self.baseline_score
 
 
 @dataclass(frozen=True)
-class Facts:
-    """What the rules look at. Scores are the headline's, larger is better: an error is given as its negative."""
+class RunFacts:
+    """Input of the rules. Scores are headline scores, larger is better; errors are negated."""
 
     folder: str
     status: str = "finished"
     output: str = "classes"
     score: float | None = None
-    compared: Compared | None = None
+    baseline_comparison: BaselineComparison | None = None
     train_loss: float | None = None
-    """Mean over the last epoch, where it is comparable with `held_out_loss`."""
+    """Mean over the last epoch, if comparable with `held_out_loss`."""
     held_out_loss: float | None = None
-    validation: tuple[tuple[int, float], ...] = ()
-    """(update, score) of each evaluation, in order."""
-    best_update: int | None = None
-    updates: int = 0
+    validation_scores: tuple[tuple[int, float], ...] = ()
+    """(step, score) of each evaluation, in order."""
+    best_step: int | None = None
+    steps: int = 0
     epochs: int = 1
     rows: int = 0
-    """Those of the store, copies and such without labels among them."""
-    given: int = 0
-    """Those with labels that the files hold."""
-    cut: int = 0
-    """Rows of the store that are longer than what is read."""
+    """Rows of the store, with copies and unlabeled rows."""
+    labeled_rows: int = 0
+    """Labeled rows of the files."""
+    truncated_rows: int = 0
+    """Truncated rows of the store."""
     max_tokens: int = 64
-    windows: bool = False
-    """Long rows are read in several windows of `max_tokens` tokens."""
+    uses_windows: bool = False
+    """Long rows have several windows of `max_tokens` tokens."""
     max_windows: int = 1
-    set_aside: int = 0
-    reason: str = ""
-    """The most frequent reason for which rows were set aside."""
-    weak: Weak | None = None
-    label: Label | None = None
-    confused: tuple[str, str, int] | None = None
-    """(true, answered, rows) of the most frequent mistake, where it is worth a remedy of its own."""
-    suspects: tuple[str, ...] = ()
-    """file:line of rows that are answered wrongly with much confidence."""
-    student: bool = False
-    """The run is a distilled student, or has one beside it."""
-    artifact: bool = True
-    int8: bool = False
-    """There is an int8 artefact in the folder."""
-    refused: str = ""
-    """Why the gate has refused the artefact that would be served."""
-    teacher: bool = False
-    """The run is a distilled student."""
+    quarantined_rows: int = 0
+    quarantine_reason: str = ""
+    """Most frequent reason of quarantined rows."""
+    weak_slice: WeakSlice | None = None
+    worst_label: WorstLabel | None = None
+    confused_pair: tuple[str, str, int] | None = None
+    """(true, predicted, rows) of the most frequent mistake, if it is frequent enough."""
+    suspect_rows: tuple[str, ...] = ()
+    """file:line of rows with a confident wrong prediction."""
+    has_student: bool = False
+    """The run is a student, or its student exists."""
+    has_artifact: bool = True
+    has_int8: bool = False
+    """The folder has an int8 artifact."""
+    rejection_reason: str = ""
+    """Why the gate refused the artifact to serve."""
+    is_student: bool = False
+    """The run is a student."""
 
 
-def steps(facts: Facts) -> list[Step]:
-    """The steps that the facts call for, the most urgent first."""
-    found = [step for rule in RULES if (step := rule(facts)) is not None]
-    return [*found[:MOST_STEPS], *path(facts)]
+def list_recommendations(facts: RunFacts) -> list[Recommendation]:
+    """List the recommendations, the most urgent first."""
+    recommendations = [recommendation for rule in RULES if (recommendation := rule(facts)) is not None]
+    return [*recommendations[:MAX_RECOMMENDATIONS], *recommend_deployment(facts)]
 
 
-# ---------------------------------------------------------------------------------------------------------- to mend
+# ---------------------------------------------------------------------------------------------------------- repairs
 
 
-def go_on(facts: Facts) -> Step | None:
+def resume_run(facts: RunFacts) -> Recommendation | None:
     if facts.status == "finished":
         return None
-    # As a plain training a student would lack its teacher, and end without its gate.
-    command = f"rtrain {'distill TEACHER' if facts.teacher else 'train'} --resume --out {shlex.quote(facts.folder)}"
+    # A student is resumed by `rtrain distill`, which needs the teacher and runs the gate.
+    command = f"rtrain {'distill TEACHER' if facts.is_student else 'train'} --resume --out {shlex.quote(facts.folder)}"
     if facts.status == "failed":
-        return Step(
-            "Mend what the error names, then go on from the newest checkpoint",
-            "the newest start failed; what interrupted it is under Training",
+        return Recommendation(
+            "Fix the cause of the error, then resume from the newest checkpoint",
+            "the newest attempt failed; see Interruptions under Training",
             command,
         )
     if facts.status == "running":
-        return Step(
-            "Wait for its end, or go on if its process is gone", "the log has no end of the newest start", command
+        return Recommendation(
+            "Wait for its end, or resume if its process is gone", "the newest attempt has not ended", command
         )
-    return Step("Go on from the newest checkpoint", f"the run is {facts.status}", command)
+    return Recommendation("Resume from the newest checkpoint", f"the run is {facts.status}", command)
 
 
-def mend_rows(facts: Facts) -> Step | None:
-    total = facts.given + facts.set_aside
-    if not total or facts.set_aside < SET_ASIDE_SHARE * total:
+def fix_rows(facts: RunFacts) -> Recommendation | None:
+    total = facts.labeled_rows + facts.quarantined_rows
+    if not total or facts.quarantined_rows < MIN_QUARANTINED_SHARE * total:
         return None
-    why = f"{facts.set_aside:,} of {total:,} rows ({_percent(facts.set_aside / total)}) were set aside"
-    why += f", most often because: {short(facts.reason, 120)}" if facts.reason else ""
-    return Step("Mend the rows that were set aside; the table under Data names their lines", why)
+    reason = (
+        f"{facts.quarantined_rows:,} of {total:,} rows ({_format_percent(facts.quarantined_rows / total)}) were "
+        "quarantined"
+    )
+    reason += f", most often because: {truncate(facts.quarantine_reason, 120)}" if facts.quarantine_reason else ""
+    return Recommendation("Fix the quarantined rows; the table under Data lists them", reason)
 
 
-def check_labels(facts: Facts) -> Step | None:
-    """Confident wrong answers are where wrong labels are found first (Northcutt et al. 2021, "Confident learning")."""
-    if len(facts.suspects) < 2:
+def check_labels(facts: RunFacts) -> Recommendation | None:
+    """Confident wrong predictions often have wrong labels (Northcutt et al. 2021, "Confident learning")."""
+    if len(facts.suspect_rows) < 2:
         return None
-    first = ", ".join(facts.suspects[:3]) + (" and others" if len(facts.suspects) > 3 else "")
-    return Step(
+    first = ", ".join(facts.suspect_rows[:3]) + (" and others" if len(facts.suspect_rows) > 3 else "")
+    return Recommendation(
         f"Check the labels of {first}",
-        f"{len(facts.suspects)} of the hardest rows contradict their label with a confidence of 0.9 or more",
+        f"{len(facts.suspect_rows)} of the hardest rows contradict their label with a confidence of 0.9 or more",
     )
 
 
-def read_longer(facts: Facts) -> Step | None:
-    if not facts.rows or facts.cut < CUT_SHARE * facts.rows:
+def increase_max_tokens(facts: RunFacts) -> Recommendation | None:
+    if not facts.rows or facts.truncated_rows < MIN_TRUNCATED_SHARE * facts.rows:
         return None
-    share = f"{facts.cut:,} of {facts.rows:,} rows ({_percent(facts.cut / facts.rows)})"
-    if facts.windows:
+    share = f"{facts.truncated_rows:,} of {facts.rows:,} rows ({_format_percent(facts.truncated_rows / facts.rows)})"
+    if facts.uses_windows:
         setting = f"data.max_windows={2 * facts.max_windows}"
-        return Step(
-            f"Read longer: {setting}", f"{share} have more than {facts.max_windows} windows", again(facts, setting)
+        return Recommendation(
+            f"Read longer: {setting}",
+            f"{share} have more than {facts.max_windows} windows",
+            rerun_command(facts, setting),
         )
-    if 2 * facts.max_tokens <= LONGEST:
+    if 2 * facts.max_tokens <= MAX_TOKENS:
         setting = f"data.max_tokens={2 * facts.max_tokens}"
     else:
         setting = f"data.window={facts.max_tokens}"
-    return Step(f"Read longer: {setting}", f"{share} were cut at {facts.max_tokens} tokens", again(facts, setting))
-
-
-# -------------------------------------------------------------------------------------------------- to raise the score
-
-
-def beat_baseline(facts: Facts) -> Step | None:
-    if (found := facts.compared) is None or found.is_ahead:
-        return None
-    said = "is not told apart from it by these rows" if found.is_ahead is None else "is better"
-    return Step(
-        "Search the learning rate, and train longer, before anything else",
-        f"{found.name} {said}: {three(abs(found.reached))} against {three(abs(found.score))} of the encoder",
-        f"{_searching(facts)} --out {shlex.quote(facts.folder + '-search')}",
+    return Recommendation(
+        f"Read longer: {setting}", f"{share} were truncated at {facts.max_tokens} tokens", rerun_command(facts, setting)
     )
 
 
-def train_longer(facts: Facts) -> Step | None:
-    values = [value for _, value in facts.validation]
+# -------------------------------------------------------------------------------------------------- improvements
+
+
+def beat_baseline(facts: RunFacts) -> Recommendation | None:
+    if (comparison := facts.baseline_comparison) is None or comparison.is_ahead:
+        return None
+    verdict = "is not significantly worse" if comparison.is_ahead is None else "is better"
+    return Recommendation(
+        "Search the learning rate, and train longer, before anything else",
+        f"{comparison.baseline_name} {verdict}: {format_significant(abs(comparison.baseline_score))} against "
+        f"{format_significant(abs(comparison.score))} of the encoder",
+        f"{_search_command(facts)} --out {shlex.quote(facts.folder + '-search')}",
+    )
+
+
+def train_longer(facts: RunFacts) -> Recommendation | None:
+    values = [value for _, value in facts.validation_scores]
     if len(values) < 2 or facts.status != "finished":
         return None
-    gained, last = values[-1] - values[0], values[-1] - max(values[:-1])
-    if last <= 0 or last < STILL_RISING * gained:
+    total_gain, last_gain = values[-1] - values[0], values[-1] - max(values[:-1])
+    if last_gain <= 0 or last_gain < MIN_LAST_GAIN_SHARE * total_gain:
         return None
-    setting = f"{_epochs(facts)}={2 * facts.epochs}"
-    return Step(f"Train longer: {setting}", "the validation score was still rising at the end", again(facts, setting))
+    setting = f"{_epochs_setting(facts)}={2 * facts.epochs}"
+    return Recommendation(
+        f"Train longer: {setting}", "the validation score was still rising at the end", rerun_command(facts, setting)
+    )
 
 
-def train_shorter(facts: Facts) -> Step | None:
+def train_shorter(facts: RunFacts) -> Recommendation | None:
     if (
         facts.train_loss is not None
         and facts.held_out_loss is not None
-        and facts.held_out_loss > max(OVERFITTED * facts.train_loss, facts.train_loss + SMALL_LOSS)
+        and facts.held_out_loss > max(OVERFIT_LOSS_RATIO * facts.train_loss, facts.train_loss + MIN_LOSS_GAP)
     ):
-        why = f"the training loss ended at {three(facts.train_loss)}, the held-out loss is {three(facts.held_out_loss)}"
+        reason = (
+            f"the training loss ended at {format_significant(facts.train_loss)}, the held-out loss is "
+            f"{format_significant(facts.held_out_loss)}"
+        )
     elif (
-        len(facts.validation) >= 3
-        and facts.best_update is not None
-        and facts.best_update < EARLY_BEST * facts.updates
+        len(facts.validation_scores) >= 3
+        and facts.best_step is not None
+        and facts.best_step < EARLY_BEST_SHARE * facts.steps
         and facts.status == "finished"
     ):
-        why = f"validation was best at update {facts.best_update:,} of {facts.updates:,}; what followed did not help"
+        reason = f"validation was best at step {facts.best_step:,} of {facts.steps:,}"
     else:
         return None
-    if facts.epochs == 1 or train_longer(facts) is not None:  # the rows are learned by heart, and yet the score rises
-        return Step("Bring more training rows: the model learns these by heart", why)
-    setting = f"{_epochs(facts)}={max(1, facts.epochs // 2)}"
-    return Step(f"Bring more training rows, or train less: {setting}", why, again(facts, setting))
+    if facts.epochs == 1 or train_longer(facts) is not None:  # the model overfits, but the score still rises
+        return Recommendation("Add training rows: the model overfits", reason)
+    setting = f"{_epochs_setting(facts)}={max(1, facts.epochs // 2)}"
+    return Recommendation(f"Add training rows, or train less: {setting}", reason, rerun_command(facts, setting))
 
 
-def strengthen_slice(facts: Facts) -> Step | None:
-    if facts.weak is None:
+def strengthen_slice(facts: RunFacts) -> Recommendation | None:
+    if facts.weak_slice is None:
         return None
-    weak = facts.weak
+    weak = facts.weak_slice
     if weak.column == "length":
-        why = f"texts of {weak.value} tokens are answered worse than all beyond chance: {three(weak.score)}"
-        return Step("Look at the texts of that length first: add rows like them", f"{why} on {weak.rows:,} rows")
-    named = f"{weak.column} “{short(weak.value, 40)}”"
-    why = f"{named} is worse than all rows beyond chance: {three(weak.score)} on {weak.rows:,} rows"
-    if weak.column.lower() in LANGUAGES:
-        return Step(f"Add training rows of {named}, or start from a multilingual encoder (--model)", why)
-    return Step(f"Add training rows of {named}", why)
+        reason = f"texts of {weak.value} tokens are significantly worse than all rows: {format_significant(weak.score)}"
+        return Recommendation("Add training rows of that length", f"{reason} on {weak.rows:,} rows")
+    slice_name = f"{weak.column} “{truncate(weak.value, 40)}”"
+    reason = (
+        f"{slice_name} is significantly worse than all rows: {format_significant(weak.score)} on {weak.rows:,} rows"
+    )
+    if weak.column.lower() in LANGUAGE_COLUMNS:
+        return Recommendation(
+            f"Add training rows of {slice_name}, or start from a multilingual encoder (--model)", reason
+        )
+    return Recommendation(f"Add training rows of {slice_name}", reason)
 
 
-def strengthen_label(facts: Facts) -> Step | None:
-    if facts.label is None or facts.label.train_rows is None or facts.label.train_rows >= FEW_ROWS:
+def strengthen_label(facts: RunFacts) -> Recommendation | None:
+    if (
+        facts.worst_label is None
+        or facts.worst_label.train_rows is None
+        or facts.worst_label.train_rows >= MIN_LABEL_ROWS
+    ):
         return None
-    name = short(facts.label.name, 40)
-    why = f"its F1 is the lowest, {facts.label.f1:.2f}, and only {facts.label.train_rows:,} training rows have it"
-    return Step(f"Add training rows of “{name}”", why)
+    name = truncate(facts.worst_label.name, 40)
+    reason = (
+        f"its F1 is the lowest, {facts.worst_label.f1:.2f}, and it has only {facts.worst_label.train_rows:,} training "
+        "rows"
+    )
+    return Recommendation(f"Add training rows of “{name}”", reason)
 
 
-def part_labels(facts: Facts) -> Step | None:
-    if facts.confused is None:
+def merge_or_split_labels(facts: RunFacts) -> Recommendation | None:
+    if facts.confused_pair is None:
         return None
-    true, said, rows = facts.confused
-    pair = f"“{short(true, 40)}” and “{short(said, 40)}”"
-    return Step(
-        f"Draw the line between {pair} more sharply, or merge them",
-        f"{rows:,} rows of the first were answered as the second",
+    true, predicted, rows = facts.confused_pair
+    pair = f"“{truncate(true, 40)}” and “{truncate(predicted, 40)}”"
+    return Recommendation(
+        f"Define the difference between {pair}, or merge them",
+        f"{rows:,} rows of the first were predicted as the second",
     )
 
 
-RULES: tuple[Callable[[Facts], Step | None], ...] = (
-    go_on,
-    mend_rows,
+RULES: tuple[Callable[[RunFacts], Recommendation | None], ...] = (
+    resume_run,
+    fix_rows,
     check_labels,
     beat_baseline,
-    read_longer,
+    increase_max_tokens,
     train_longer,
     train_shorter,
     strengthen_slice,
     strengthen_label,
-    part_labels,
+    merge_or_split_labels,
 )
 
 
-# ---------------------------------------------------------------------------------------------------------- the path
+# ---------------------------------------------------------------------------------------------------------- to the
+# endpoint
 
 
-def path(facts: Facts) -> list[Step]:
-    """From the run to the endpoint; nothing where there is no artefact yet, or a baseline answers better."""
-    if not facts.artifact or facts.status != "finished":
+def recommend_deployment(facts: RunFacts) -> list[Recommendation]:
+    """Recommend the path to the endpoint; empty without an artifact, or if a baseline is better."""
+    if not facts.has_artifact or facts.status != "finished":
         return []
-    if (compared := facts.compared) is not None and compared.reached > compared.score:
+    if (comparison := facts.baseline_comparison) is not None and comparison.baseline_score > comparison.score:
         return []
     folder, artifact = shlex.quote(facts.folder), shlex.quote(f"{facts.folder}/artifact")
     if facts.output == "tokens":
-        why = "this run has made an encoder of the domain; a task is fine-tuned from it"
-        return [Step("Fine-tune a task from this encoder", why, f"rtrain train RECIPE --model {artifact} --data FILE")]
-    found = []
-    if not facts.student:
-        why = "a student of fewer layers answers faster; it keeps most of the score where the teacher is good"
-        found.append(Step("Distil it into a smaller model", why, f"rtrain distill {folder}"))
-    if not facts.int8:
-        why = "int8 with static scales; its score is measured on the test rows before it is taken"
-        found.append(Step("Quantize it", why, f"rtrain quantize {folder}"))
-    served = shlex.quote(f"{facts.folder}/artifact-int8") if facts.int8 else artifact
-    if facts.refused:
-        return [*found, _instead(facts, served)]
-    return [*found, Step("Serve it", "answers over HTTP, with a page to try it", f"rtrain serve {served}")]
+        reason = "this run trained an encoder of the domain"
+        return [
+            Recommendation(
+                "Fine-tune a task from this encoder", reason, f"rtrain train RECIPE --model {artifact} --data FILE"
+            )
+        ]
+    recommendations = []
+    if not facts.has_student:
+        reason = "a student with fewer layers is faster and keeps most of the score of a good teacher"
+        recommendations.append(Recommendation("Distill it into a smaller model", reason, f"rtrain distill {folder}"))
+    if not facts.has_int8:
+        reason = "int8 with static scales, gated on the test rows"
+        recommendations.append(Recommendation("Quantize it", reason, f"rtrain quantize {folder}"))
+    artifact_to_serve = shlex.quote(f"{facts.folder}/artifact-int8") if facts.has_int8 else artifact
+    if facts.rejection_reason:
+        return [*recommendations, _recommend_for_refused(facts, artifact_to_serve)]
+    return [
+        *recommendations,
+        Recommendation("Serve it", "an HTTP endpoint with a test page", f"rtrain serve {artifact_to_serve}"),
+    ]
 
 
-def _instead(facts: Facts, served: str) -> Step:
-    """What to do with an artefact that the gate has refused."""
-    why = f"the gate has refused {served}: {facts.refused}"
+def _recommend_for_refused(facts: RunFacts, artifact_path: str) -> Recommendation:
+    """Recommend a fix for a refused artifact."""
+    reason = f"the gate refused {artifact_path}: {facts.rejection_reason}"
     folder = shlex.quote(facts.folder)
-    if facts.int8:
+    if facts.has_int8:
         command = f"rtrain quantize {folder} --set quantize.calibration_rows=1024"
-        return Step("Quantize it again with more rows, or serve the float artefact", why, command)
-    if facts.teacher:
-        return Step("Distil longer, or with more layers (distill.epochs, distill.layers), or serve the teacher", why)
-    return Step("Do not serve it: the one that it was set beside is better", why, f"rtrain inspect {served}")
+        return Recommendation("Quantize it again with more rows, or serve the float artifact", reason, command)
+    if facts.is_student:
+        return Recommendation(
+            "Distill longer, or with more layers (distill.epochs, distill.layers), or serve the teacher", reason
+        )
+    return Recommendation("Do not serve it: the baseline is better", reason, f"rtrain inspect {artifact_path}")
 
 
-def again(facts: Facts, setting: str) -> str:
-    """The command that trains the run anew with one setting changed."""
-    verb = "rtrain distill TEACHER" if facts.teacher else f"rtrain train {_config(facts)}"
+def rerun_command(facts: RunFacts, setting: str) -> str:
+    """Command that trains the run again with one changed setting."""
+    verb = "rtrain distill TEACHER" if facts.is_student else f"rtrain train {_config_path(facts)}"
     return f"{verb} --set {setting} --out NEW_FOLDER"
 
 
-def _searching(facts: Facts) -> str:
-    """TEACHER is a run's folder: a student knows its teacher by the version of its artefact alone."""
-    return "rtrain distill TEACHER --search" if facts.teacher else f"rtrain tune {_config(facts)}"
+def _search_command(facts: RunFacts) -> str:
+    """Command of a search. TEACHER stands for the teacher's run: a student stores only its artifact's version."""
+    return "rtrain distill TEACHER --search" if facts.is_student else f"rtrain tune {_config_path(facts)}"
 
 
-def _epochs(facts: Facts) -> str:
-    return "distill.epochs" if facts.teacher else "train.epochs"
+def _epochs_setting(facts: RunFacts) -> str:
+    return "distill.epochs" if facts.is_student else "train.epochs"
 
 
-def _config(facts: Facts) -> str:
+def _config_path(facts: RunFacts) -> str:
     return shlex.quote(f"{facts.folder}/config.yaml")
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     return f"{100 * share:.2g} %"

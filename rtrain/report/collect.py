@@ -1,4 +1,4 @@
-"""What is known of a run: its folder, read once, for all sections of the report."""
+"""The data of a run for all sections of the report, read once from its folder."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ import numpy as np
 
 from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.core.errors import UserError, meant
+from rtrain.core.errors import UserError, suggest_path
 from rtrain.core.ragged import Ints
 from rtrain.core.run_folder import Run
 from rtrain.data.store.store import Store
@@ -16,27 +16,27 @@ from rtrain.inference import artifact
 from rtrain.metrics import scores
 from rtrain.report import baselines as report_baselines, row_predictions, summary
 from rtrain.tasks import base
-from rtrain.tasks.encode import Reading, reading_of
+from rtrain.tasks.encode import WindowSpec, resolve_window_spec
 
 Event = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Collected:
-    """Everything that is known of a run. What its folder does not hold is None or empty."""
+class RunData:
+    """Data of a run. Missing files are None or empty."""
 
     run: Run
     config: Config
-    log: list[Event]
+    events: list[Event]
     summary: dict[str, Any]
     store: Store | None
     artifact: dict[str, Any] | None
     """artifact.json of a finished run."""
     answers: row_predictions.AnswerRows | None
     scores: dict[str, Any] | None
-    """scores-<split>.json of the rows that `answers` is about (`rtrain.metrics.scores`)."""
-    validation: dict[str, Any] | None
-    """scores-valid.json, where the run has one."""
+    """scores-<split>.json of the rows of `answers` (`rtrain.metrics.scores`)."""
+    validation_scores: dict[str, Any] | None
+    """scores-valid.json, if present."""
     baselines: dict[str, Any] | None
     """baselines.json (`rtrain.report.baselines`)."""
 
@@ -44,55 +44,55 @@ class Collected:
     def folder(self) -> Path:
         return self.run.folder
 
-    def of(self, *kinds: str) -> list[Event]:
-        return [event for event in self.log if event["kind"] in kinds]
+    def events_of_kind(self, *kinds: str) -> list[Event]:
+        return [event for event in self.events if event["kind"] in kinds]
 
     @property
-    def created(self) -> Event:
-        return next(iter(self.of("created")), {})
+    def created_event(self) -> Event:
+        return next(iter(self.events_of_kind("created")), {})
 
     @property
-    def starts(self) -> list[Event]:
-        return self.of("started")
+    def attempts(self) -> list[Event]:
+        return self.events_of_kind("started")
 
     @property
     def output(self) -> str:
-        """Kind of output; it decides what can be drawn of the rows and of the answers."""
-        return base.get(self.config.recipe.task).output
+        """Kind of the task's output."""
+        return base.get_task(self.config.recipe.task).output
 
     @property
-    def reading(self) -> Reading:
-        """How the rows were read: whole, or in windows."""
-        return reading_of(base.get(self.config.recipe.task), self.config.recipe.data)
+    def reading(self) -> WindowSpec:
+        """Window settings of the rows."""
+        return resolve_window_spec(base.get_task(self.config.recipe.task), self.config.recipe.data)
 
-    def classes(self) -> Ints | None:
-        """Number of each training row's label [rows], where the task gives a text one label; else None."""
+    def class_codes(self) -> Ints | None:
+        """Label number of each training row [rows]; None unless texts have a single label."""
         if self.store is None or self.output != "classes":
             return None
         return self.store.targets("train").values.astype(np.int64)
 
-    def updates_per_epoch(self) -> int | None:
+    def steps_per_epoch(self) -> int | None:
         if self.store is None:
             return None
-        return max(1, -(-self.store.rows("train") // self.config.recipe.rows_per_update))
+        return max(1, -(-self.store.num_rows("train") // self.config.recipe.global_batch_size))
 
 
-def read(run: Run) -> Collected:
-    """Raises `UserError` for a folder that holds no run."""
+def read_run_data(run: Run) -> RunData:
+    """Read a run's folder. Raises `UserError` for a folder without a run."""
     if not run.exists:
-        fix = meant(run.folder) or "name the folder that --out named"
+        fix = suggest_path(run.folder) or "name the folder that --out named"
         raise UserError(f"{run} holds no run (no {run.config.name}); {fix}", code="not_a_run")
-    config = configuration.load(str(run.config))
-    answers = row_predictions.newest(run)
-    return Collected(
+    config = configuration.load_config(str(run.config))
+    answers = row_predictions.read_report_answers(run)
+    return RunData(
         run=run,
         config=config,
-        log=run.events(),
-        summary=summary.summarise(run),
-        store=None if run.store is None else Store(run.store),
-        artifact=artifact.document_of(run.artifact) if run.finished else None,
+        events=run.events(),
+        summary=summary.summarize(run),
+        store=None if run.token_store is None else Store(run.token_store),
+        artifact=artifact.read_artifact_json(run.artifact) if run.is_finished else None,
         answers=answers,
-        scores=scores.read(run.scores(answers.split)) if answers is not None else None,
-        validation=scores.read(run.scores("valid")),
-        baselines=report_baselines.read(run),
+        scores=scores.read_scores(run.scores(answers.split)) if answers is not None else None,
+        validation_scores=scores.read_scores(run.scores("valid")),
+        baselines=report_baselines.read_baselines(run),
     )

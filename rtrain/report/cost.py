@@ -1,61 +1,70 @@
-"""What a run cost, from its log alone: hours of workers, cores and GPUs, money, tokens for it, how busy the cores were.
+"""Cost of a run from its log: hours of workers, cores and GPUs, cost, tokens per unit of cost, utilization of the
+cores.
 
-A command is paid for from its first line in the log to its last, with the machines of its workers and the head's; where
-workers are started again, from then on with theirs. Prices are those by which a plan counts (`cluster.prices`). Nothing
-is guessed: what the log does not tell is None.
+A command is billed from its first event to its last, with the machines of its workers and the head. After a restart of
+the workers, the new machines count. Prices are those of a plan (`cluster.prices`). Unknown values are None.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from rtrain.cluster import pricing as pricing
+from rtrain.cluster import pricing
 from rtrain.cluster.pricing import Price
 
-KIND = "machines"
-"""The event of a start that tells its machines, the head's, and `price`, that of a worker's hour, where it is set."""
-PRICES = "prices"
-"""The event of a command whose machines have prices in a file (`cluster.prices`, or the cluster's own): by type."""
-OWN, FILED, LISTED, UNKNOWN = "tune.price", "prices of a file", "list prices on demand", "unknown"
-ASSUMED: Final = f"spot prices assumed to be {pricing.SPOT:g} of those on demand"
+MACHINES_EVENT = "machines"
+"""Event of an attempt with its machines, the head, and `price`, the price of a worker's hour, if set."""
+PRICES_EVENT = "prices"
+"""Event of a command with prices by machine type, from `cluster.prices` or from the cluster's file."""
+SETTING_PRICE, FILE_PRICE, LIST_PRICE, UNKNOWN = (
+    "tune.worker_cost_per_hour",
+    "prices of a file",
+    "list prices on demand",
+    "unknown",
+)
+ASSUMED_SPOT_PRICE: Final = f"spot prices assumed to be {pricing.DEFAULT_SPOT_RATIO:g} of those on demand"
 Event = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Paid:
-    """Machines for some time."""
+class UsageSegment:
+    """Machines in use for some hours."""
 
     machines: Sequence[Mapping[str, Any]]
-    """Those of the workers."""
+    """Machines of the workers."""
     head: Mapping[str, Any] | None
-    """The head's machine, where no worker is on it."""
+    """Machine of the head, if it has no worker."""
     price: float | None
-    """What a worker's hour costs."""
+    """Price of a worker's hour."""
     hours: float
-    filed: Mapping[str, Price]
-    """Prices of a file, by type of machine."""
+    file_prices: Mapping[str, Price]
+    """Prices of a file by machine type."""
 
-    def of(self, what: str) -> float:
+    def hours_of(self, unit: str) -> float:
         """Hours times `workers`, `cores` or `gpus`."""
-        return self.hours * float(sum(one[what] for one in self.machines))
+        return self.hours * float(sum(machine[unit] for machine in self.machines))
 
-    def money(self) -> float | None:
-        """Dollars, or whatever the price of a worker's hour is in; None where a machine's price is not known."""
+    def compute_cost(self) -> float | None:
+        """Cost in dollars, or in the currency of `price`; None if a machine's price is unknown."""
         if self.price is not None:
-            return self.price * self.of("workers")
-        table = {**pricing.table(), **self.filed}
-        prices = [(table.get(one["instance"]), _is_spot(one)) for one in self._machines_and_head]
-        known = [price.hourly(is_spot=is_spot) for price, is_spot in prices if price is not None]
-        return self.hours * sum(known) if len(known) == len(prices) else None
+            return self.price * self.hours_of("workers")
+        table = {**pricing.load_price_table(), **self.file_prices}
+        prices = [(table.get(machine["instance"]), _is_spot(machine)) for machine in self._machines_and_head]
+        hourly_prices = [price.hourly_price(is_spot=is_spot) for price, is_spot in prices if price is not None]
+        return self.hours * sum(hourly_prices) if len(hourly_prices) == len(prices) else None
 
     @property
-    def by(self) -> set[str]:
-        """Which prices these are."""
+    def price_sources(self) -> set[str]:
+        """Sources of the prices."""
         if self.price is not None:
-            return {OWN}
+            return {SETTING_PRICE}
         return {
-            FILED if one["instance"] in self.filed else ASSUMED if _is_spot(one) else LISTED
-            for one in self._machines_and_head
+            FILE_PRICE
+            if machine["instance"] in self.file_prices
+            else ASSUMED_SPOT_PRICE
+            if _is_spot(machine)
+            else LIST_PRICE
+            for machine in self._machines_and_head
         }
 
     @property
@@ -67,67 +76,76 @@ def _is_spot(machine: Mapping[str, Any]) -> bool:
     return bool(machine.get("spot"))  # a head is on demand
 
 
-def paid(starts: Sequence[Sequence[Event]]) -> list[Paid]:
-    """What the starts of a run have held, each the events of one command."""
-    found = []
-    for events in starts:
-        told = [place for place, event in enumerate(events) if event["kind"] == KIND]
-        logged: Mapping[str, Any] = next((event["prices"] for event in events if event["kind"] == PRICES), {})
-        filed = {name: Price(**price) for name, price in logged.items()}
-        for one, place in enumerate(told):
-            begin = events[0 if one == 0 else place]["time"]
-            end = events[told[one + 1] if one + 1 < len(told) else -1]["time"]
+def usage_segments(commands: Sequence[Sequence[Event]]) -> list[UsageSegment]:
+    """List the machine usage of a run's attempts; `commands`: events of each command."""
+    segments = []
+    for events in commands:
+        machine_events = [place for place, event in enumerate(events) if event["kind"] == MACHINES_EVENT]
+        logged: Mapping[str, Any] = next((event["prices"] for event in events if event["kind"] == PRICES_EVENT), {})
+        file_prices = {name: Price(**price) for name, price in logged.items()}
+        for index, place in enumerate(machine_events):
+            start_time = events[0 if index == 0 else place]["time"]
+            end_time = events[machine_events[index + 1] if index + 1 < len(machine_events) else -1]["time"]
             event, head = events[place], events[place].get("head")
             if head and head["host"] in [machine["host"] for machine in event["machines"]]:
                 head = None
-            found.append(Paid(event["machines"], head, event["price"], (end - begin) / 3600, filed))
-    return found
+            segments.append(
+                UsageSegment(event["machines"], head, event["price"], (end_time - start_time) / 3600, file_prices)
+            )
+    return segments
 
 
-def cost(starts: Sequence[Sequence[Event]], real_tokens: int) -> dict[str, Any] | None:
-    """The document of a run's cost; None where the log tells nothing of its machines."""
-    found = paid(starts)
-    if not found:
+def summarize_cost(commands: Sequence[Sequence[Event]], real_tokens: int) -> dict[str, Any] | None:
+    """Build the cost document of a run; None if the log has no machines."""
+    segments = usage_segments(commands)
+    if not segments:
         return None
-    sums = [one.money() for one in found]
-    money = None if None in sums else sum(one for one in sums if one is not None)
-    prices = set().union(*(one.by for one in found))
+    sums = [segment.compute_cost() for segment in segments]
+    total_cost = None if None in sums else sum(segment_cost for segment_cost in sums if segment_cost is not None)
+    prices = set().union(*(segment.price_sources for segment in segments))
     return {
-        **{f"{what[:-1]}_hours": round(sum(one.of(what) for one in found), 6) for what in ("workers", "cores", "gpus")},
-        "money": None if money is None else round(money, 6),
-        "price": UNKNOWN if money is None else " and ".join(sorted(prices)),
-        "tokens_per_money": round(real_tokens / money) if money else None,
-        "utilisation": _utilisation(starts),
+        **{
+            f"{unit[:-1]}_hours": round(sum(segment.hours_of(unit) for segment in segments), 6)
+            for unit in ("workers", "cores", "gpus")
+        },
+        "cost": None if total_cost is None else round(total_cost, 6),
+        "price": UNKNOWN if total_cost is None else " and ".join(sorted(prices)),
+        "tokens_per_cost": round(real_tokens / total_cost) if total_cost else None,
+        "utilization": _compute_utilization(commands),
     }
 
 
-def _utilisation(starts: Sequence[Sequence[Event]]) -> float | None:
-    """The share of their machines' cores that the workers kept busy while they trained, by the newest start that came
-    to an end; None for workers with GPUs, whose cores mostly wait."""
-    log = [event for events in starts for event in events]
-    ended = [place for place, event in enumerate(log) if event["kind"] == "trained" and event.get("stages")]
-    machines = [event["machines"] for event in log[: ended[-1]] if event["kind"] == KIND] if ended else []
-    if not machines or any(one["gpus"] for one in machines[-1]):
+def _compute_utilization(commands: Sequence[Sequence[Event]]) -> float | None:
+    """Share of busy cores during training in the newest finished attempt; None for GPU workers, whose cores mostly
+    wait."""
+    log = [event for events in commands for event in events]
+    trained_positions = [place for place, event in enumerate(log) if event["kind"] == "trained" and event.get("stages")]
+    machines = (
+        [event["machines"] for event in log[: trained_positions[-1]] if event["kind"] == MACHINES_EVENT]
+        if trained_positions
+        else []
+    )
+    if not machines or any(machine["gpus"] for machine in machines[-1]):
         return None
-    busy = sum(float(worker["cores_busy"]) for worker in log[ended[-1]]["stages"])
-    return round(busy / sum(int(one["cores"]) for one in machines[-1]), 4)
+    busy = sum(float(worker["cores_busy"]) for worker in log[trained_positions[-1]]["stages"])
+    return round(busy / sum(int(machine["cores"]) for machine in machines[-1]), 4)
 
 
-def sentence(found: Mapping[str, Any]) -> str:
-    """`0.12 core-hours, 0.004 at list prices on demand (1,234,567 tokens for 1), cores 71 % busy`."""
-    parts = [f"{figure(found['core_hours'])} core-hours"]
-    if found["gpu_hours"]:
-        parts.append(f"{figure(found['gpu_hours'])} GPU-hours")
-    if found["money"] is None:
-        parts.append("its price is unknown (name it in a file: --set cluster.prices=FILE)")
+def format_cost(document: Mapping[str, Any]) -> str:
+    """Format `0.12 core-hours, 0.004 at list prices on demand (1,234,567 tokens for 1), cores 71 % busy`."""
+    parts = [f"{format_figure(document['core_hours'])} core-hours"]
+    if document["gpu_hours"]:
+        parts.append(f"{format_figure(document['gpu_hours'])} GPU-hours")
+    if document["cost"] is None:
+        parts.append("price unknown (set it in a file: --set cluster.prices=FILE)")
     else:
-        tokens = f" ({found['tokens_per_money']:,} tokens for 1)" if found["tokens_per_money"] else ""
-        parts.append(f"{figure(found['money'])} at {found['price']}{tokens}")
-    if found["utilisation"] is not None:
-        parts.append(f"cores {found['utilisation']:.0%} busy while training")
+        tokens = f" ({document['tokens_per_cost']:,} tokens for 1)" if document["tokens_per_cost"] else ""
+        parts.append(f"{format_figure(document['cost'])} at {document['price']}{tokens}")
+    if document["utilization"] is not None:
+        parts.append(f"cores {document['utilization']:.0%} busy while training")
     return ", ".join(parts)
 
 
-def figure(value: float) -> str:
-    """Three digits: 12.3, 0.00123."""
+def format_figure(value: float) -> str:
+    """Format three digits: 12.3, 0.00123."""
     return f"{value:,.1f}" if value >= 100 else f"{value:.3g}"

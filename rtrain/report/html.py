@@ -1,4 +1,4 @@
-"""report.html: one page that needs nothing else, made from a run folder alone."""
+"""report.html: a self-contained page of a run folder."""
 
 from pathlib import Path
 
@@ -6,78 +6,78 @@ from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.report import baselines, collect
 from rtrain.report.drawing.blocks import Section, Table
-from rtrain.report.drawing.page import render, write as write_page
-from rtrain.report.live.progress import say
+from rtrain.report.drawing.page import render_html, write_page as write_page
+from rtrain.report.live.progress import print_message
 from rtrain.report.sections import answers, curves, data, outcome, settings, slices, timing
 
 
-def make(run: Run) -> Path:
-    """`write`, after the baselines are measured, where they can be had. Raises as `write` does."""
-    collect.read(run)  # refuses a folder without a run before anything is measured
+def make_report(run: Run) -> Path:
+    """Measure the baselines, if possible, then `write_report`. Raises as `write_report` does."""
+    collect.read_run_data(run)  # raises for a folder without a run before anything is measured
     try:
-        if run.finished and baselines.read(run) is None:
-            say("measuring baselines for the report")
-        baselines.ensure(run)
+        if run.is_finished and baselines.read_baselines(run) is None:
+            print_message("measuring baselines for the report")
+        baselines.ensure_baselines(run)
     except UserError as error:
-        say(f"no baselines: {error}")
+        print_message(f"no baselines: {error}")
     except OSError as error:
-        say(f"no baselines: they cannot be kept ({error.strerror})")
-    return write(run)
+        print_message(f"no baselines: they cannot be written ({error.strerror})")
+    return write_report(run)
 
 
-def write(run: Run) -> Path:
-    """Make the run's report.html. Raises `UserError` for a folder that holds no run, or that cannot be written to."""
-    return write_page(run.report, page(collect.read(run)))
+def write_report(run: Run) -> Path:
+    """Write report.html. Raises `UserError` for a folder without a run or without write permission."""
+    return write_page(run.report, render_report(collect.read_run_data(run)))
 
 
-def page(run: collect.Collected) -> str:
-    """The whole page: the outcome first, what it rests on behind it, settings and digests last."""
+def render_report(run: collect.RunData) -> str:
+    """Render the page: the outcome first, then the details, settings and digests last."""
     sections = [
-        outcome.section(run),
-        data.section(run),
-        curves.section(run),
-        answers.section(run),
-        slices.section(run),
-        timing.section(run),
-        drill_section(run),
-        settings.section(run),
+        outcome.build_section(run),
+        data.build_section(run),
+        curves.build_section(run),
+        answers.build_section(run),
+        slices.build_section(run),
+        timing.build_section(run),
+        build_drill_section(run),
+        settings.build_section(run),
     ]
-    shown = [section for section in sections if section]
-    about = f"A run of the recipe {run.config.recipe.name} by rtrain"
-    return render(run.summary["run"], about, outcome.tiles(run), shown)
+    present_sections = [section for section in sections if section]
+    description = f"A run of the recipe {run.config.recipe.name} by rtrain"
+    return render_html(run.summary["run"], description, outcome.build_tiles(run), present_sections)
 
 
-def drill_section(run: collect.Collected) -> Section | None:
-    """The certificate of a drill: a run that was killed again and again ended like one that was never touched."""
-    drills = run.of("drilled")
+def build_drill_section(run: collect.RunData) -> Section | None:
+    """Build the certificate of a drill, which compares an interrupted run with an undisturbed one."""
+    drills = run.events_of_kind("drill_report")
     if not drills:
         return None
-    found = drills[-1]["certificate"]
+    report = drills[-1]["report"]
     rows = [
         (
             fault["name"],
-            fault["at_update"],
+            fault["at_step"],
             fault["resumed_from"],
-            fault["recomputed_updates"],
-            f"{fault['seconds_to_next_update']:.1f}",
+            fault["recomputed_steps"],
+            f"{fault['seconds_to_next_step']:.1f}",
             "passed" if fault["passed"] else "FAILED",
         )
-        for fault in found["faults"]
+        for fault in report["faults"]
     ]
     intro = (
-        f"{'Passed' if found['passed'] else 'FAILED'}: {len(rows)} faults in {found['updates']} updates of "
-        f"{found['workers']} "
+        f"{'Passed' if report['passed'] else 'FAILED'}: {len(rows)} faults in {report['steps']} updates of "
+        f"{report['workers']} "
         f"workers. Compared with an undisturbed run: "
-        f"{'the same weights, bit for bit' if found['weights_identical'] else 'OTHER WEIGHTS'}, "
-        f"{'the same rows in the same order' if found['order_identical'] else 'OTHER ROWS'}; "
-        f"{found['rows_lost']} rows lost, {found['rows_repeated']} repeated."
+        f"{'the same weights, bit for bit' if report['is_same_weights'] else 'OTHER WEIGHTS'}, "
+        f"{'the same rows in the same order' if report['is_same_order'] else 'OTHER ROWS'}; "
+        f"{report['rows_lost']} rows lost, {report['rows_repeated']} repeated."
     )
-    head = ("fault", "at", "from", "again", "seconds", "")
+    head = ("fault", "at", "from", "repeated", "seconds", "")
     note = (
-        "At: the update of the fault; from: that of the checkpoint that the run went on from; again: updates that were "
-        "computed a second time; seconds: from the fault to the first new update. "
-        f"A checkpoint every {found['save_every']} updates: no more updates than lie between the fault and the newest "
-        f"whole checkpoint may be computed again. The drill took {found['seconds']:.0f} s."
+        "At: step of the fault; from: step of the checkpoint that the run resumed from; repeated: steps that were "
+        "computed again; seconds: from the fault to the first new step. "
+        f"A checkpoint every {report['save_every']} steps: at most the steps since the newest "
+        f"valid checkpoint are computed again. The drill took {report['seconds']:.0f} s."
     )
-    table = Table("Each fault, and from where the run went on", head, rows, note, wide=True)
+    table = Table("Faults and recovery", head, rows, note, wide=True)
     return Section("drill", "Drill certificate", intro, [table])

@@ -1,6 +1,6 @@
-"""What the training rows are labelled with, as figures: for the first lines of a run, and for its report.
+"""Counts of labels in the training rows, for the event `labels` and for the report.
 
-Targets are read in blocks: the rows of a large store would take more memory as whole numbers than its process may use.
+Targets are read in blocks to bound memory.
 """
 
 import unicodedata
@@ -10,146 +10,170 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.core.ragged import Ints, Ragged
+from rtrain.core.ragged import Ints, RaggedArray
 from rtrain.data.store.store import Store
 
 BLOCK_ROWS = 1 << 18
-MOST_ALIKE = 3
-"""Most groups of labels that look alike that are named."""
-MISSING = frozenset({"none", "na", "n/a", "null", "nan"})
-"""Names, in small letters, that programs write in place of a missing value."""
-MOST_NAMED, MOST, RAREST = 12, 6, 4
-"""So many labels are named each with its count; of more, the most frequent and the rarest."""
+MAX_SIMILAR_GROUPS = 3
+"""Most listed groups of similar labels."""
+MISSING_VALUE_NAMES = frozenset({"none", "na", "n/a", "null", "nan"})
+"""Lower-case names that programs write for a missing value."""
+MAX_LISTED_LABELS, FREQUENT_LABELS, RAREST_LABELS = 12, 6, 4
+"""Up to so many labels are all listed with their counts; of more, the most frequent and the rarest."""
 
 
-def told(store: Store, output: str) -> list[dict[str, Any]]:
-    """What a run's log says of its labels by the kind of output: one entry, for several heads one each. Its size does
-    not depend on the number of labels."""
-    names, rows = store.manifest.labels, store.labelled("train")
+def event_fields(store: Store, output: str) -> list[dict[str, Any]]:
+    """Fields of the event `labels` by kind of output; one event, or one per head. Their size is bounded."""
+    names, rows = store.manifest.labels, store.num_labeled("train")
     if output == "classes":
-        return [{"of": "labels", **_named(names, of_classes(store))}]
+        return [{"target_kind": "labels", **_label_fields(names, count_classes(store))}]
     if output == "labels":
-        counts, each = of_labels(store)
-        return [{"of": "labels", **_named(names, counts), "per_row": float(counts.sum() / rows), "without": each[0]}]
+        counts, rows_by_count = count_labels(store)
+        return [
+            {
+                "target_kind": "labels",
+                **_label_fields(names, counts),
+                "labels_per_row": float(counts.sum() / rows),
+                "rows_without_labels": rows_by_count[0],
+            }
+        ]
     if output == "heads":
-        return [{"of": "labels", "head": head, **_named(own, counts)} for head, own, counts in of_heads(store)]
+        return [
+            {"target_kind": "labels", "head": head, **_label_fields(head_labels, counts)}
+            for head, head_labels, counts in count_heads(store)
+        ]
     if output == "number":
-        return [{"of": "numbers", "rows": rows, **_spread(store)}]
+        return [{"target_kind": "numbers", "rows": rows, **_target_range(store)}]
     if output == "tags":
-        found = of_entities(store)
-        every = dict(zip(found.types, found.counts.tolist(), strict=True))
-        return [{"of": "entities", **_named([*every], found.counts), "rows": rows, "marked": found.marked}]
+        entity_counts = count_entities(store)
+        counts_by_type = dict(zip(entity_counts.types, entity_counts.counts.tolist(), strict=True))
+        return [
+            {
+                "target_kind": "entities",
+                **_label_fields([*counts_by_type], entity_counts.counts),
+                "rows": rows,
+                "rows_with_entities": entity_counts.rows_with_entities,
+            }
+        ]
     if output == "spans":
-        return [{"of": "questions", "rows": rows, "answered": _answered(store)}]
+        return [{"target_kind": "questions", "rows": rows, "answered": _count_answered(store)}]
     return []
 
 
-def _named(names: Sequence[str], counts: Ints) -> dict[str, Any]:
+def _label_fields(names: Sequence[str], counts: Ints) -> dict[str, Any]:
     order = np.argsort(-counts, kind="stable")
     pairs = [[names[place], int(counts[place])] for place in order]
-    found = alike([name for name, _ in pairs])
-    told: dict[str, Any] = {"number": len(pairs), **({"alike": found[:MOST_ALIKE]} if found else {})}
-    if missing := [name for name, _ in pairs if name.casefold() in MISSING]:
-        told["missing"] = missing[:MOST_ALIKE]
-    if len(pairs) <= MOST_NAMED:
-        return {**told, "most": pairs, "rarest": []}
-    return {**told, "most": pairs[:MOST], "rarest": pairs[-RAREST:]}
+    similar_groups = group_similar_labels([name for name, _ in pairs])
+    fields: dict[str, Any] = {
+        "label_count": len(pairs),
+        **({"similar": similar_groups[:MAX_SIMILAR_GROUPS]} if similar_groups else {}),
+    }
+    if missing := [name for name, _ in pairs if name.casefold() in MISSING_VALUE_NAMES]:
+        fields["missing_value_names"] = missing[:MAX_SIMILAR_GROUPS]
+    if len(pairs) <= MAX_LISTED_LABELS:
+        return {**fields, "most_frequent": pairs, "rarest": []}
+    return {**fields, "most_frequent": pairs[:FREQUENT_LABELS], "rarest": pairs[-RAREST_LABELS:]}
 
 
-def alike(names: Iterable[str]) -> list[list[str]]:
-    """Labels that a person takes for one: they differ in case, in blanks, in signs that are not shown, or in how
-    Unicode writes the same letter. They stay apart, since nobody knows whether that is meant."""
+def group_similar_labels(names: Iterable[str]) -> list[list[str]]:
+    """Group labels that differ only in case, blanks, invisible characters or Unicode normalization.
+
+    They stay different labels; the log warns.
+    """
     groups: dict[str, list[str]] = {}
     for name in names:
-        shown = "".join(sign for sign in unicodedata.normalize("NFKC", name) if unicodedata.category(sign) != "Cf")
-        groups.setdefault(" ".join(shown.casefold().split()), []).append(name)
+        normalized = "".join(sign for sign in unicodedata.normalize("NFKC", name) if unicodedata.category(sign) != "Cf")
+        groups.setdefault(" ".join(normalized.casefold().split()), []).append(name)
     return [group for group in groups.values() if len(group) > 1]
 
 
-def of_classes(store: Store) -> Ints:
-    """Training rows of each label."""
+def count_classes(store: Store) -> Ints:
+    """Count the training rows of each label."""
     size = len(store.manifest.labels)
-    return sum((_counted(block.values, size) for block in _blocks(store)), np.zeros(size, dtype=np.int64))
+    return sum((_count_values(block.values, size) for block in _iter_blocks(store)), np.zeros(size, dtype=np.int64))
 
 
-def of_labels(store: Store) -> tuple[Ints, list[int]]:
-    """(training rows of each label, training rows with 0, 1, 2, ... labels)."""
+def count_labels(store: Store) -> tuple[Ints, list[int]]:
+    """Return (training rows of each label, training rows with 0, 1, 2, ... labels)."""
     size = len(store.manifest.labels)
-    counts, each = np.zeros(size, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
-    for block in _blocks(store):
-        given = block.matrix(size) > 0
-        counts += given.sum(axis=0)
-        each += np.bincount(given.sum(axis=1), minlength=size + 1)
-    return counts, each.tolist()
+    counts, rows_by_count = np.zeros(size, dtype=np.int64), np.zeros(size + 1, dtype=np.int64)
+    for block in _iter_blocks(store):
+        has_label = block.to_matrix(size) > 0
+        counts += has_label.sum(axis=0)
+        rows_by_count += np.bincount(has_label.sum(axis=1), minlength=size + 1)
+    return counts, rows_by_count.tolist()
 
 
-def of_heads(store: Store) -> list[tuple[str, list[str], Ints]]:
-    """(name, own labels, training rows of each) of every head."""
-    sizes, start, found = store.manifest.facts["heads"], 0, []
+def count_heads(store: Store) -> list[tuple[str, list[str], Ints]]:
+    """List (name, labels, training rows of each label) of the heads."""
+    sizes, start, heads = store.manifest.facts["heads"], 0, []
     for name, size in sizes:
-        own = [label.removeprefix(f"{name}=") for label in store.manifest.labels[start : start + size]]
-        found.append((name, own, np.zeros(size, dtype=np.int64)))
+        names = [label.removeprefix(f"{name}=") for label in store.manifest.labels[start : start + size]]
+        heads.append((name, names, np.zeros(size, dtype=np.int64)))
         start += size
-    for block in _blocks(store):
-        for (_, own, counts), column in zip(found, block.matrix(len(sizes)).T, strict=True):
-            counts += _counted(column, len(own))
-    return found
+    for block in _iter_blocks(store):
+        for (_, names, counts), column in zip(heads, block.to_matrix(len(sizes)).T, strict=True):
+            counts += _count_values(column, len(names))
+    return heads
 
 
-class Entities(NamedTuple):
+class EntityCounts(NamedTuple):
     types: tuple[str, ...]
-    """Those that occur, the most frequent first."""
+    """Occurring types, the most frequent first."""
     counts: Ints
-    marked: int
+    rows_with_entities: int
     """Training rows with an entity."""
 
 
-def of_entities(store: Store) -> Entities:
-    """Entities of the training rows by type. They begin at B- tags; where a file has none of these (IO), at the first
-    I- behind another tag."""
+def count_entities(store: Store) -> EntityCounts:
+    """Count the entities of the training rows by type. An entity begins at a B- tag, or (IO format) at the first I-
+    after another tag."""
     labels = store.manifest.labels
     types = sorted({label[2:] for label in labels if label != "O"})
     kind = np.array([-1 if label == "O" else types.index(label[2:]) for label in labels])
     begins = np.array([label.startswith("B-") for label in labels])
-    counts, marked = np.zeros(len(types), dtype=np.int64), 0
-    for block in _blocks(store):
-        tagged = block.values >= 0  # the rest are no words, or words whose tag training lacks
-        tags = block.values[tagged].astype(np.int64)
-        rows = np.repeat(np.arange(len(block)), block.counts)[tagged]
-        own = kind[tags]
-        same = np.zeros(len(tags), dtype=np.bool_)
-        same[1:] = (own[1:] == own[:-1]) & (rows[1:] == rows[:-1])
-        first = (own >= 0) & (begins[tags] | ~same)
-        counts += np.bincount(own[first], minlength=len(types))
-        marked += len(np.unique(rows[first]))
+    counts, rows_with_entities = np.zeros(len(types), dtype=np.int64), 0
+    for block in _iter_blocks(store):
+        has_tag = block.values >= 0  # the rest are not words, or have an unknown tag
+        tags = block.values[has_tag].astype(np.int64)
+        rows = np.repeat(np.arange(len(block)), block.counts)[has_tag]
+        token_types = kind[tags]
+        is_continued = np.zeros(len(tags), dtype=np.bool_)
+        is_continued[1:] = (token_types[1:] == token_types[:-1]) & (rows[1:] == rows[:-1])
+        is_start = (token_types >= 0) & (begins[tags] | ~is_continued)
+        counts += np.bincount(token_types[is_start], minlength=len(types))
+        rows_with_entities += len(np.unique(rows[is_start]))
     order = [int(place) for place in np.argsort(-counts, kind="stable") if counts[place]]
-    return Entities(tuple(types[place] for place in order), counts[order], marked)
+    return EntityCounts(tuple(types[place] for place in order), counts[order], rows_with_entities)
 
 
-def _spread(store: Store) -> Mapping[str, float]:
-    """Lowest, highest and mean target."""
+def _target_range(store: Store) -> Mapping[str, float]:
+    """Return lowest, highest and mean target."""
     lows, highs, sums = zip(
-        *((block.values.min(), block.values.max(), block.values.sum(dtype=np.float64)) for block in _blocks(store)),
+        *(
+            (block.values.min(), block.values.max(), block.values.sum(dtype=np.float64))
+            for block in _iter_blocks(store)
+        ),
         strict=True,
     )
-    return {"low": float(min(lows)), "high": float(max(highs)), "mean": float(sum(sums) / store.labelled("train"))}
+    return {"low": float(min(lows)), "high": float(max(highs)), "mean": float(sum(sums) / store.num_labeled("train"))}
 
 
-def _answered(store: Store) -> int:
-    """Training questions with an answer in some window: a first and a last token, 0 and 0 where it is not there."""
-    found = 0
-    for block in _blocks(store):
+def _count_answered(store: Store) -> int:
+    """Count training questions with an answer in some window; targets are (first, last) token, (0, 0) for none."""
+    count = 0
+    for block in _iter_blocks(store):
         rows = np.repeat(np.arange(len(block)), block.counts)
-        found += len(np.unique(rows[1::2][block.values[1::2] > 0]))
-    return found
+        count += len(np.unique(rows[1::2][block.values[1::2] > 0]))
+    return count
 
 
-def _blocks(store: Store) -> Iterator[Ragged]:
-    rows = store.labelled("train")
+def _iter_blocks(store: Store) -> Iterator[RaggedArray]:
+    rows = store.num_labeled("train")
     for start in range(0, rows, BLOCK_ROWS):
         yield store.targets("train", np.arange(start, min(start + BLOCK_ROWS, rows)))
 
 
-def _counted(values: npt.NDArray[Any], size: int) -> Ints:
+def _count_values(values: npt.NDArray[Any], size: int) -> Ints:
     places = values[values >= 0].astype(np.int64)
     return np.bincount(places, minlength=size)

@@ -1,4 +1,4 @@
-"""The rows of a split with their answers, as `rtrain.runs.predictions` left them; their texts are read on demand."""
+"""The rows of a split with their predictions, from the files of `rtrain.runs.predictions`; texts are read on demand."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,88 +10,88 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet
 
-from rtrain.core.errors import UserError, hide
+from rtrain.core.errors import UserError, redact
 from rtrain.core.run_folder import Run
-from rtrain.report.drawing.svg import short
+from rtrain.report.drawing.svg import truncate
 
 COLUMNS = ("position", "row_id", "source", "line", "tokens", "text", "target", "prediction", "score", "loss")
-ID = "id"
-"""The column of `data.id`, which a run need not have."""
+ID_COLUMN = "id"
+"""The optional column of `data.id`."""
 SPLITS = ("test", "valid")
-"""The split that a report prefers comes first."""
-Kind = Literal["classes", "numbers", "lists"]
+"""Splits of a report, the preferred one first."""
+ValueKind = Literal["classes", "numbers", "lists"]
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, eq=False)
 class AnswerRows:
-    """The answers on one split. `target` and `prediction` are strings, float64 or lists, by `kind`."""
+    """Predictions of one split. `target` and `prediction` are strings, float64 or lists, by `kind`."""
 
     path: Path
     split: str
-    kind: Kind
+    kind: ValueKind
     target: npt.NDArray[Any]
     prediction: npt.NDArray[Any]
     score: Floats
-    """Confidence of the answer for classes; NaN where there is none."""
+    """Confidence of the prediction for classes; else NaN."""
     loss: Floats
     tokens: Ints
     source: Sequence[str]
     line: Ints
-    id: Sequence[str]
-    """Value of `data.id` of each row; empty where no such column was named."""
+    ids: Sequence[str]
+    """Value of `data.id` of each row; empty without that setting."""
     slices: dict[str, list[str]]
-    """Value of each row by the name of its column, for every further column of strings."""
+    """Values by column name, for every further string column."""
 
     def __len__(self) -> int:
         return len(self.loss)
 
     @property
-    def right(self) -> npt.NDArray[np.bool_]:
-        """Rows whose answer is the target itself."""
+    def is_correct(self) -> npt.NDArray[np.bool_]:
+        """Mask of the rows whose prediction equals the target."""
         pairs = zip(self.target, self.prediction, strict=True)
         return np.fromiter((bool(a == b) for a, b in pairs), dtype=np.bool_, count=len(self))
 
-    def place(self, row: int) -> str:
-        """Where a row came from: file, line, and how people call it."""
-        called = f" ({short(self.id[row], 40)})" if self.id and self.id[row] else ""
-        return f"{self.source[row]}:{self.line[row]}{called}"
+    def format_location(self, row: int) -> str:
+        """Format the location of a row: file, line, id."""
+        id_text = f" ({truncate(self.ids[row], 40)})" if self.ids and self.ids[row] else ""
+        return f"{self.source[row]}:{self.line[row]}{id_text}"
 
-    def hardest(self, most: int) -> Ints:
+    def hardest_rows(self, count: int) -> Ints:
         """Positions of the rows with the largest loss, the largest first."""
         loss = np.where(np.isfinite(self.loss), self.loss, -np.inf)
-        return np.argsort(-loss, kind="stable")[:most]
+        return np.argsort(-loss, kind="stable")[:count]
 
-    def texts(self, rows: Sequence[int]) -> list[str]:
-        """The texts of some rows; only the parts of the file that hold them are read."""
-        found: dict[int, str] = {}
-        first, asked = 0, set(rows)
+    def read_texts(self, rows: Sequence[int]) -> list[str]:
+        """Read the texts of some rows; only their row groups are read."""
+        texts: dict[int, str] = {}
+        first_row, requested_rows = 0, set(rows)
         with pyarrow.parquet.ParquetFile(self.path) as file:
             for group in range(file.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
-                inside = sorted(row for row in asked if first <= row < first + count)
-                if inside:
+                group_rows = sorted(row for row in requested_rows if first_row <= row < first_row + count)
+                if group_rows:
                     column = file.read_row_group(group, columns=["text"])["text"]
-                    found |= {row: column[row - first].as_py() or "" for row in inside}
-                first += count
-        return [found[row] for row in rows]
+                    texts |= {row: column[row - first_row].as_py() or "" for row in group_rows}
+                first_row += count
+        return [texts[row] for row in rows]
 
 
-def newest(run: Run) -> AnswerRows | None:
-    """The answers that a report is about: of the test rows, else of the validation rows; None where there are none."""
+def read_report_answers(run: Run) -> AnswerRows | None:
+    """Read the predictions for the report: the test rows, else the validation rows; None without a file."""
     split = next((split for split in SPLITS if run.predictions(split).is_file()), None)
-    return None if split is None else read(run, split)
+    return None if split is None else read_answers(run, split)
 
 
-def read(run: Run, split: str) -> AnswerRows | None:
-    """The answers on `split`, or None for a file without rows. Raises `UserError` where the file is another thing."""
+def read_answers(run: Run, split: str) -> AnswerRows | None:
+    """Read the predictions of `split`; None for a file without rows. Raises `UserError` for an invalid file."""
     path = run.predictions(split)
     try:
         schema = pyarrow.parquet.read_schema(path)
-        lacking = [name for name in COLUMNS if name not in schema.names]
-        if lacking:
-            text = f"{path} lacks the columns {', '.join(lacking)}; remove it, or evaluate the run again"
+        missing_columns = [name for name in COLUMNS if name not in schema.names]
+        if missing_columns:
+            text = f"{path} lacks the columns {', '.join(missing_columns)}; remove it, or evaluate the run again"
             raise UserError(text, code="missing_columns")
         table = pyarrow.parquet.read_table(path, columns=[name for name in schema.names if name != "text"])
     except (pa.ArrowInvalid, OSError) as error:
@@ -101,23 +101,23 @@ def read(run: Run, split: str) -> AnswerRows | None:
         ) from None
     if not table.num_rows:
         return None
-    kind = _kind(schema.field("target").type)
+    kind = _value_kind(schema.field("target").type)
     return AnswerRows(
         path=path,
         split=split,
         kind=kind,
-        target=_values(table["target"], kind),
-        prediction=_values(table["prediction"], kind),
-        score=_floats(table["score"]),
-        loss=_floats(table["loss"]),
+        target=_to_values(table["target"], kind),
+        prediction=_to_values(table["prediction"], kind),
+        score=_to_floats(table["score"]),
+        loss=_to_floats(table["loss"]),
         tokens=table["tokens"].to_numpy().astype(np.int64),
-        source=[hide(source) for source in table["source"].to_pylist()],
+        source=[redact(source) for source in table["source"].to_pylist()],
         line=table["line"].to_numpy(),
-        id=table[ID].to_pylist() if ID in schema.names else (),
+        ids=table[ID_COLUMN].to_pylist() if ID_COLUMN in schema.names else (),
         slices={
             name: ["" if value is None else value for value in table[name].to_pylist()]
             for name in schema.names
-            if name not in (*COLUMNS, ID) and _is_text(schema.field(name).type)
+            if name not in (*COLUMNS, ID_COLUMN) and _is_text(schema.field(name).type)
         },
     )
 
@@ -126,21 +126,21 @@ def _is_text(kind: Any) -> bool:
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_dictionary(kind))
 
 
-def _kind(kind: Any) -> Kind:
+def _value_kind(kind: Any) -> ValueKind:
     if _is_text(kind):
         return "classes"
     return "numbers" if pa.types.is_floating(kind) or pa.types.is_integer(kind) else "lists"
 
 
-def _values(column: Any, kind: Kind) -> npt.NDArray[Any]:
+def _to_values(column: Any, kind: ValueKind) -> npt.NDArray[Any]:
     if kind == "numbers":
-        return _floats(column)
-    found = np.empty(len(column), dtype=object)
-    found[:] = [("" if kind == "classes" else []) if value is None else value for value in column.to_pylist()]
-    return found
+        return _to_floats(column)
+    values = np.empty(len(column), dtype=object)
+    values[:] = [("" if kind == "classes" else []) if value is None else value for value in column.to_pylist()]
+    return values
 
 
-def _floats(column: Any) -> Floats:
-    """As float64; null is NaN."""
-    found: Floats = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
-    return found
+def _to_floats(column: Any) -> Floats:
+    """Convert to float64; null becomes NaN."""
+    floats: Floats = column.cast(pa.float64()).to_numpy(zero_copy_only=False)
+    return floats

@@ -1,5 +1,5 @@
-"""How the model lies on a run's workers, where `train.strategy=auto` leaves it to the forecast of memory. Decided when
-the run is made: its configuration then says what was chosen, and every later start follows it."""
+"""Resolve `train.strategy=auto` by the memory forecast. The decision is made once, when the run is created, and stored
+in its configuration."""
 
 from pathlib import Path
 from typing import Any
@@ -14,50 +14,74 @@ from rtrain.parallel import layout
 from rtrain.planning import memory_fit
 
 
-def decided(config: Config, chosen: device.Choice, store: Store, model: Path) -> tuple[Config, dict[str, Any] | None]:
-    """The configuration with a strategy, and what the log is to say of it, if there was anything to decide.
+def resolve_strategy(
+    config: Config, selected_device: device.DeviceChoice, store: Store, model: Path
+) -> tuple[Config, dict[str, Any] | None]:
+    """Return the configuration with a strategy, and the fields of the `strategy` event (None if the strategy is
+    manual).
 
-    Where workers come and go, the fewest have room too. Raises `ConfigError` where no way fits, or where nobody says
-    how much memory there is.
+    The layout of an elastic run fits the minimum number of workers too.
+
+    Raises:
+        ConfigError: no layout fits, or the memory of the nodes is unknown.
+
     """
     recipe = config.recipe
     if recipe.train.strategy == "manual":
         return config, None
     labels = config.deploy.cluster.labels
-    nodes = [*capacity.here(labels), *capacity.types(labels).values()]
-    passes = _passes(config, chosen, store)
+    nodes = [*capacity.nodes_with_labels(labels), *capacity.startable_node_types(labels).values()]
+    micro_batch_spec = _micro_batch_spec(config, selected_device, store)
 
-    def fits(workers: int) -> tuple[memory_fit.Choice, dict[str, Any]]:
-        room = memory_fit.room(nodes, chosen.device, workers)
-        if room is None:
-            reason = f"nobody says how much memory the cluster's {capacity.NEEDS[chosen.device]}s have for workers"
-            fix = "write manual, with train.shard or train.tensor"
+    def fit_strategy(workers: int) -> tuple[memory_fit.LayoutChoice, dict[str, Any]]:
+        memory = memory_fit.tightest_memory_limit(nodes, selected_device.device, workers)
+        if memory is None:
+            reason = f"the memory of the cluster's {capacity.WORKER_RESOURCE[selected_device.device]}s is unknown"
+            fix = "write manual, with train.zero_stage or train.tensor_parallel_size"
             raise ConfigError([Problem("train.strategy", "auto", reason, fix, code="unknown_memory")])
-        tried = layout.possible(recipe, model, workers)
-        found = memory_fit.first(memory_fit.needs(recipe, model, tried, passes, workers, chosen.device), room)
-        taken = {"bytes": round(room.taken(found.need)), "room": round(room.bytes)}
-        return found, {"why": found.why, "settings": found.way.settings, "workers": workers, **taken}
+        layouts = layout.iter_valid_layouts(recipe, model, workers)
+        choice = memory_fit.first_fitting_layout(
+            memory_fit.memory_of_layouts(recipe, model, layouts, micro_batch_spec, workers, selected_device.device),
+            memory,
+        )
+        memory_fields = {
+            "used_bytes": round(memory.used_bytes(choice.worker_memory)),
+            "limit_bytes": round(memory.limit_bytes),
+        }
+        return choice, {
+            "reason": choice.reason,
+            "settings": choice.layout.settings,
+            "workers": workers,
+            **memory_fields,
+        }
 
-    # The fewest have the largest shares, all of them crowd a node, and as many as fill a node take most of it.
-    least = recipe.train.min_workers or chosen.workers
-    filling = (capacity.count([node], chosen.device) for node in nodes)
-    numbers = {least, chosen.workers, *(min(max(number, least), chosen.workers) for number in filling)}
-    found = [fits(workers) for workers in sorted(numbers)]
-    way = layout.joined([choice.way for choice, _ in found])
-    told = next((told for choice, told in found if choice.way == way), found[-1][1])
-    return configuration.with_overrides(config, {"train.strategy": "manual", **way.settings}), told | {
-        "settings": way.settings
+    # The minimum has the largest shards; the maximum may share a node; a number that fills a node leaves the least
+    # memory.
+    min_workers = recipe.train.min_workers or selected_device.workers
+    workers_by_node = (capacity.count_worker_slots([node], selected_device.device) for node in nodes)
+    worker_counts = {
+        min_workers,
+        selected_device.workers,
+        *(min(max(number, min_workers), selected_device.workers) for number in workers_by_node),
     }
+    choices = [fit_strategy(workers) for workers in sorted(worker_counts)]
+    parallel_layout = layout.merge_layouts([choice.layout for choice, _ in choices])
+    event_fields = next((fields for choice, fields in choices if choice.layout == parallel_layout), choices[-1][1])
+    return configuration.with_overrides(
+        config, {"train.strategy": "manual", **parallel_layout.settings}
+    ), event_fields | {"settings": parallel_layout.settings}
 
 
-def _passes(config: Config, chosen: device.Choice, store: Store) -> memory_fit.Pass:
+def _micro_batch_spec(config: Config, selected_device: device.DeviceChoice, store: Store) -> memory_fit.MicroBatchShape:
     recipe, lengths = config.recipe, store.column("train", "length")
-    wanted = recipe.train.precision
-    # A GPU's formats other than fp32 take equally many bytes.
-    known = "bf16" if chosen.device == "gpu" and wanted == "auto" else precision.here(wanted)
-    return memory_fit.Pass(
-        memory_fit.lengths(recipe, chosen.device, int(lengths.max())),
-        known,
+    requested = recipe.train.precision
+    # On a GPU all formats but fp32 have the same size.
+    precision_format = (
+        "bf16" if selected_device.device == "gpu" and requested == "auto" else precision.local_precision(requested)
+    )
+    return memory_fit.MicroBatchShape(
+        memory_fit.largest_micro_batch(recipe, selected_device.device, int(lengths.max())),
+        precision_format,
         max(1, len(store.manifest.labels)),
-        tokens_of_update=recipe.rows_per_update * float(lengths.mean()),
+        tokens_per_step=recipe.global_batch_size * float(lengths.mean()),
     )

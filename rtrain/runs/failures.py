@@ -1,4 +1,4 @@
-"""What went wrong in a start, from the error that Ray Train raises: its causes, and what a user should read of them."""
+"""Errors of Ray Train as errors for the user: causes, tracebacks and messages."""
 
 import traceback
 from collections.abc import Sequence
@@ -6,72 +6,81 @@ from pathlib import Path
 
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
-from rtrain.parallel.collectives import Elsewhere
-from rtrain.runs.recovery import memory_told, out_of_memory
+from rtrain.parallel.collectives import OtherRankFailed
+from rtrain.runs.recovery import describe_out_of_memory, is_out_of_memory
 
 
-def explain(run: Run, error: Exception) -> UserError:
-    """A worker's own UserError as it is; anything else with its traceback in a file of the run."""
-    found = causes(error)
-    if (known := user_error(found)) is not None:
-        return known
-    told = f"training failed: {first_line(found)}\nThe traceback is in {keep_traceback(run, 'error', error)}"
-    return UserError(told, code="out_of_memory" if out_of_memory(map(str, found)) else "training_failed")
+def to_user_error(run: Run, error: Exception) -> UserError:
+    """Return a worker's UserError unchanged, or a UserError that names the file with the traceback."""
+    error_causes = find_causes(error)
+    if (known_error := find_user_error(error_causes)) is not None:
+        return known_error
+    message = (
+        f"training failed: {summarize_causes(error_causes)}\nThe traceback is in {write_traceback(run, 'error', error)}"
+    )
+    return UserError(message, code="out_of_memory" if is_out_of_memory(map(str, error_causes)) else "training_failed")
 
 
-def keep_traceback(run: Run, name: str, error: Exception) -> Path:
-    """Write it into a new file of the run."""
-    path = run.traceback(name)
+def write_traceback(run: Run, name: str, error: Exception) -> Path:
+    """Write the error's traceback to a new file of the run."""
+    path = run.new_traceback(name)
     path.write_text("".join(traceback.format_exception(error)), encoding="utf-8", errors="backslashreplace")
     return path
 
 
-def causes(error: Exception) -> list[Exception]:
-    """The error, that of Ray's controller, and those of the workers; without those that only waited for another."""
-    controller = getattr(error, "controller_failure", None)
-    failures = list(getattr(error, "worker_failures", {}).values())
-    own = [found for found in failures if not isinstance(getattr(found, "_base_exc", found), Elsewhere)]
-    return [error, *([controller] if controller else []), *(own or failures)]
+def find_causes(error: Exception) -> list[Exception]:
+    """Return the error, the Ray controller's error and the workers' errors, without ranks that waited for a failed
+    one."""
+    controller_error = getattr(error, "controller_failure", None)
+    worker_errors = list(getattr(error, "worker_failures", {}).values())
+    primary_errors = [
+        error for error in worker_errors if not isinstance(getattr(error, "_base_exc", error), OtherRankFailed)
+    ]
+    return [error, *([controller_error] if controller_error else []), *(primary_errors or worker_errors)]
 
 
-def user_error(found: Sequence[Exception]) -> UserError | None:
-    """The first of the causes that a user can mend."""
-    inner = (getattr(cause, "_base_exc", cause) for cause in found)
-    return next((one for one in inner if isinstance(one, UserError)), None)
+def find_user_error(causes: Sequence[Exception]) -> UserError | None:
+    """Return the first cause that the user can fix."""
+    base_errors = (getattr(cause, "_base_exc", cause) for cause in causes)
+    return next((error for error in base_errors if isinstance(error, UserError)), None)
 
 
-def is_unplaced(error: Exception) -> bool:
-    """Whether the worker group could not be placed in time: nothing was started, and nothing is lost."""
-    return any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in causes(error))
+def is_placement_timeout(error: Exception) -> bool:
+    """Return whether Ray could not place the worker group in time; no worker was started."""
+    return any(type(cause).__name__ == "WorkerGroupStartupTimeoutError" for cause in find_causes(error))
 
 
-SILENT = ("RayActorError", "WorkerCrashedError", Elsewhere.__name__)
-"""Errors by which Ray says that a process has died, and a worker that another has failed."""
-OF_A_PEER = ("by peer", "remote process exited")
-"""Words by which Gloo and NCCL say that another worker has gone."""
+PROCESS_DEATH_ERRORS = ("RayActorError", "WorkerCrashedError", OtherRankFailed.__name__)
+"""Types of errors after the death of a process: Ray's, and the one of ranks that waited for it."""
+PEER_LOSS_MESSAGES = ("by peer", "remote process exited")
+"""Phrases of Gloo and NCCL for a lost peer."""
 
 
-def maybe_of_a_node(found: Sequence[Exception]) -> bool:
-    """Whether a node may have gone: a process died and said nothing, or workers only tell that another has failed."""
+def may_be_node_loss(causes: Sequence[Exception]) -> bool:
+    """Return whether a node may be lost: a process died without an error, or ranks report a lost peer."""
 
-    def is_silent(error: Exception) -> bool:
-        return any(kind.__name__ in SILENT for kind in type(getattr(error, "_base_exc", error)).__mro__)
+    def is_process_death(error: Exception) -> bool:
+        return any(kind.__name__ in PROCESS_DEATH_ERRORS for kind in type(getattr(error, "_base_exc", error)).__mro__)
 
-    return any(is_silent(one) or any(words in str(one) for words in OF_A_PEER) for one in found)
-
-
-def is_of_the_program(found: Sequence[Exception]) -> bool:
-    """Whether a worker raised an error of Python's own accord: no process died, no peer left, no disk or net failed."""
-    inner = [getattr(cause, "_base_exc", cause) for cause in found[1:]]
-    return bool(inner) and not maybe_of_a_node(found) and not any(isinstance(one, OSError) for one in inner)
+    return any(is_process_death(cause) or any(words in str(cause) for words in PEER_LOSS_MESSAGES) for cause in causes)
 
 
-def first_line(found: Sequence[Exception]) -> str:
-    """The last line of a traceback says what happened; where a process died, the first sentence does, and where it was
-    ended for want of memory, who used it."""
-    if told := memory_told(map(str, found)):
-        return told
-    lines = [line for line in str(found[-1]).splitlines() if line.strip()]
-    died = next((line for line in lines if line.startswith("Worker exit type")), None)
-    text = died or (lines[-1] if lines else type(getattr(found[-1], "_base_exc", found[-1])).__name__)
-    return text if len(text) <= 200 else text[:200] + " ..."
+def is_program_error(causes: Sequence[Exception]) -> bool:
+    """Return whether a worker raised a Python error: no dead process, lost peer, disk or network error."""
+    base_errors = [getattr(cause, "_base_exc", cause) for cause in causes[1:]]
+    return (
+        bool(base_errors)
+        and not may_be_node_loss(causes)
+        and not any(isinstance(error, OSError) for error in base_errors)
+    )
+
+
+def summarize_causes(causes: Sequence[Exception]) -> str:
+    """Return one line: the last line of a traceback, Ray's exit message of a dead process, or the memory users after an
+    out-of-memory kill."""
+    if memory_message := describe_out_of_memory(map(str, causes)):
+        return memory_message
+    lines = [line for line in str(causes[-1]).splitlines() if line.strip()]
+    exit_line = next((line for line in lines if line.startswith("Worker exit type")), None)
+    summary = exit_line or (lines[-1] if lines else type(getattr(causes[-1], "_base_exc", causes[-1])).__name__)
+    return summary if len(summary) <= 200 else summary[:200] + " ..."

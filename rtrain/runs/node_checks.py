@@ -1,5 +1,4 @@
-"""What every node must read: the rows that it tokenises, the model that it trains. Asked of those that are up before
-anything starts."""
+"""Check that every live node can read the rows and the model, before a run starts."""
 
 from pathlib import Path
 
@@ -12,43 +11,56 @@ from rtrain.data.store import builder as store_builder
 from rtrain.models import builder as models_builder
 from rtrain.runs import run_folders
 
-LOCAL = "file://"
+LOCAL_PREFIX = "file://"
 
 
-def share(config: Config, source: row_reader.Source, weights: Path, root: Path) -> tuple[row_reader.Source, Path]:
-    """Rows and model folder as every node of the Ray cluster reads them; `root` holds the token stores.
+def check_nodes(
+    config: Config, source: row_reader.DataSource, weights: Path, root: Path
+) -> tuple[row_reader.DataSource, Path]:
+    """Return the rows and the model folder that every node of the Ray cluster can read.
 
-    What came from the hub is copied under `root`, the packaged model only where some node lacks it, or where nodes may
-    still come. Raises `UserError` where a node does not share `root`, or cannot read what the user named.
+    Hub files are copied under `root`, the folder of the token stores. The packaged model is copied only if a node lacks
+    it or nodes may still join.
+
+    Raises:
+        UserError: a node does not share `root`, or cannot read a file that the user named.
+
     """
-    recipe, on_hub = config.recipe, run_folders.hub_names(config)
-    for kind, name in on_hub.values():
-        hub.keep(kind, name, root)
-    if "model.name" in on_hub:
-        weights = models_builder.resolve(recipe.model.name, root)
-    if any(kind == "dataset" for kind, _ in on_hub.values()):
-        source = unlabeled.source(recipe, root)
+    recipe, hub_sources = config.recipe, run_folders.hub_names(config)
+    for kind, name in hub_sources.values():
+        hub.save_copy(kind, name, root)
+    if "model.name" in hub_sources:
+        weights = models_builder.resolve_folder(recipe.model.name, root)
+    if any(kind == "dataset" for kind, _ in hub_sources.values()):
+        source = unlabeled.inspect_all_sources(recipe, root)
 
-    folder = {} if root in weights.parents else hub.model_files(weights)
-    pieces = [piece for piece in source.pieces if piece.uri.startswith(LOCAL)]
-    files = {piece.uri: Path(piece.uri.removeprefix(LOCAL)) for piece in pieces}
-    # By size alone: what was read is told from its digest, and there may be gigabytes.
-    wanted: dict[str, preflight.Files] = {uri: {path: (path.stat().st_size, None)} for uri, path in files.items()}
-    needed = {str(weights): preflight.described(folder.values()), **wanted}
-    lacking = preflight.shared(root, needed)
+    model_files = {} if root in weights.parents else hub.list_model_files(weights)
+    local_files = [piece for piece in source.files if piece.uri.startswith(LOCAL_PREFIX)]
+    paths_by_uri = {piece.uri: Path(piece.uri.removeprefix(LOCAL_PREFIX)) for piece in local_files}
+    # By size alone: files may have gigabytes, and their digests are checked when they are read.
+    expected_files: dict[str, preflight.FileFingerprints] = {
+        uri: {path: (path.stat().st_size, None)} for uri, path in paths_by_uri.items()
+    }
+    required_files = {str(weights): preflight.fingerprint_files(model_files.values()), **expected_files}
+    unreadable_nodes = preflight.check_shared_folder(root, required_files)
 
     problems: list[Problem] = []
-    is_packaged = recipe.model.name == hub.PACKAGED and bool(folder)
-    without = lacking.pop(str(weights), None)
-    if is_packaged and (without or (preflight.nodes_up() and capacity.autoscaler() is not None)):
-        name = f"{hub.PACKAGED}@{models_builder.PACKAGED_SHA256[:16]}"
-        weights = hub.keep_files(folder, root / hub.FOLDERS["model"] / name)
-    elif without:
-        problems.append(preflight.unreadable("model.name", str(weights), without))
-    if lacking and not (root / ".tokens" / store_builder.digest(recipe, source, weights)).is_dir():
-        named = {"train": "data.path", unlabeled.ROLE: unlabeled.SETTING}
-        roles = {piece.uri: named.get(piece.role, f"data.{piece.role}") for piece in pieces}
-        problems += [preflight.unreadable(roles[uri], str(files[uri]), nodes) for uri, nodes in lacking.items()]
+    is_packaged = recipe.model.name == hub.PACKAGED_MODEL and bool(model_files)
+    nodes_without_model = unreadable_nodes.pop(str(weights), None)
+    if is_packaged and (
+        nodes_without_model or (preflight.live_node_names() and capacity.load_autoscaler_config() is not None)
+    ):
+        name = f"{hub.PACKAGED_MODEL}@{models_builder.PACKAGED_SHA256[:16]}"
+        weights = hub.save_files(model_files, root / hub.COPY_FOLDERS["model"] / name)
+    elif nodes_without_model:
+        problems.append(preflight.unreadable_file_problem("model.name", str(weights), nodes_without_model))
+    if unreadable_nodes and not (root / ".tokens" / store_builder.compute_digest(recipe, source, weights)).is_dir():
+        setting_by_role = {"train": "data.path", unlabeled.ROLE: unlabeled.SETTING}
+        setting_by_uri = {piece.uri: setting_by_role.get(piece.role, f"data.{piece.role}") for piece in local_files}
+        problems += [
+            preflight.unreadable_file_problem(setting_by_uri[uri], str(paths_by_uri[uri]), nodes)
+            for uri, nodes in unreadable_nodes.items()
+        ]
     if problems:
         raise ConfigError(problems)
     return source, weights

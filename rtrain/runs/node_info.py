@@ -1,4 +1,4 @@
-"""The machines that the workers of a start are on, for the run's log: what it costs is computed from it."""
+"""Machines of an attempt's workers, for the run log. Costs are computed from them."""
 
 import os
 from collections import Counter
@@ -14,47 +14,58 @@ from rtrain.parallel import collectives
 if TYPE_CHECKING:
     import torch
 
-DMI = Path("/sys/class/dmi/id")
-"""What a machine's firmware says of it. AWS writes the instance type there; other clouds tell it over the network."""
+DMI_FOLDER = Path("/sys/class/dmi/id")
+"""Firmware information. AWS writes the instance type there; other clouds serve it over the network."""
 
 
-def told(device: "torch.device", share: float = 1.0) -> list[dict[str, Any]]:
-    """The machines, each with its workers, which have such a share of a GPU. Called on every rank."""
-    return merged(collectives.every(here(device, share)))
+def event_fields(device: "torch.device", gpu_share: float = 1.0) -> list[dict[str, Any]]:
+    """Return the machines with their number of workers. Collective."""
+    return merge_by_host(collectives.all_gather_object(describe_machine(device, gpu_share)))
 
 
-def merged(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What each worker says of its machine, once for each machine; `workers` and `gpus` are those of all of them."""
-    counts = Counter(one["host"] for one in workers)
-    by_host = {one["host"]: one for one in workers}
+def merge_by_host(workers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Merge the workers' machines by host name; `workers` and `gpus` are sums."""
+    counts = Counter(worker["host"] for worker in workers)
+    by_host = {worker["host"]: worker for worker in workers}
     return [
-        {**one, "workers": counts[host], "gpus": counts[host] * one["gpus"], "cores": one["cores"]}
-        for host, one in by_host.items()
+        {**item, "workers": counts[host], "gpus": counts[host] * item["gpus"], "cores": item["cores"]}
+        for host, item in by_host.items()
     ]
 
 
-def here(device: "torch.device", share: float = 1.0) -> dict[str, Any]:
-    """This worker's machine; `gpus`: those of this worker."""
-    gpu = None
+def describe_machine(device: "torch.device", gpu_share: float = 1.0) -> dict[str, Any]:
+    """Return this worker's machine; `gpus` is this worker's share."""
+    gpu_name = None
     if device.type == "cuda":
         import torch
 
-        gpu = torch.cuda.get_device_name(device)
-    known = {"host": os.uname().nodename, "cores": env.cores(), "gpus": share if gpu is not None else 0, "gpu": gpu}
-    return {**known, "instance": instance(), "spot": capacity.has(capacity.node_here().labels, capacity.SPOT)}
+        gpu_name = torch.cuda.get_device_name(device)
+    hardware = {
+        "host": os.uname().nodename,
+        "cores": env.available_cores(),
+        "gpus": gpu_share if gpu_name is not None else 0,
+        "gpu": gpu_name,
+    }
+    return {
+        **hardware,
+        "instance": instance_type(),
+        "spot": capacity.matches_labels(capacity.current_node().labels, capacity.SPOT_LABELS),
+    }
 
 
-def head() -> dict[str, Any]:
-    """The head's machine, called by the driver. Its type is known where the driver runs on it, as a job's does."""
-    if ray_internals.HEAD_RESOURCE in capacity.node_here().has:
-        return {"host": os.uname().nodename, "instance": instance()}
-    return {"host": capacity.head_host(), "instance": None}
+def describe_head() -> dict[str, Any]:
+    """Return the head's machine. Its instance type is known only if the driver runs on it, as a job's driver does."""
+    if ray_internals.HEAD_RESOURCE in capacity.current_node().resources:
+        return {"host": os.uname().nodename, "instance": instance_type()}
+    return {"host": capacity.head_hostname(), "instance": None}
 
 
-def instance(dmi: Path = DMI) -> str | None:
-    """The type of this machine, as a cloud names it; None where its firmware does not say so."""
+def instance_type(dmi: Path = DMI_FOLDER) -> str | None:
+    """Return the cloud's name of this machine's type; None if the firmware lacks it."""
     try:
-        vendor, name = ((dmi / file).read_text(encoding="utf-8").strip() for file in ("sys_vendor", "product_name"))
+        vendor, product_name = (
+            (dmi / file).read_text(encoding="utf-8").strip() for file in ("sys_vendor", "product_name")
+        )
     except OSError:
         return None
-    return name if vendor == "Amazon EC2" else None
+    return product_name if vendor == "Amazon EC2" else None

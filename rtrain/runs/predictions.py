@@ -1,9 +1,9 @@
-"""What a finished run leaves of its rows: predictions-<split>.parquet, and what scores-<split>.json is made from.
+"""Predictions of a finished run: predictions-<split>.parquet, and the document of scores-<split>.json.
 
 The parquet file has a line per row of the split, in index order: position (int64), row_id (uint64), source (string),
-line (int64), tokens (int32), text (its first characters as they are written; decoded from the tokens where an older
-store has not kept them), target, prediction (string, float or list of strings, by the kind of output), score (float64:
-how sure the model is), loss (float64), with `data.id` id (string), and a string column for each slice.
+line (int64), tokens (int32), text (its first characters; decoded from the tokens if the store has no texts), target,
+prediction (string, float or list of strings, by the kind of output), score (float64: confidence), loss (float64), with
+`data.id` id (string), and a string column for each slice.
 """
 
 from collections import Counter
@@ -16,41 +16,44 @@ import pyarrow as pa
 import pyarrow.parquet
 
 from rtrain.core import atomic_write
-from rtrain.core.ragged import Head, Ints, Ragged, Tokens
+from rtrain.core.ragged import Head, Ints, RaggedArray, TokenBatch
 from rtrain.data.store.store import Store
 from rtrain.metrics import scores
 from rtrain.report import baselines
-from rtrain.tasks.base import Place, Task
+from rtrain.tasks.base import Task, TokenSpan
 
 if TYPE_CHECKING:
     import tokenizers
 
 TEXT_CHARACTERS = 2000
-"""Most characters of a row's text; the rest is left out."""
+"""Maximum characters of a row's text."""
 TEXT_ROWS = 1024
-"""How many rows' texts are decoded at a time."""
-COLLAPSED, FEWEST = 0.95, 10
-"""Share of the rows with other targets that get the most frequent answer too, from which on a model is said to answer
-one thing; and how many such rows there must be."""
-COLLAPSED_SPREAD = 0.05
-"""The same of numbers: the standard deviation of the answers over that of the targets."""
+"""Rows whose texts are decoded at a time."""
+COLLAPSE_SHARE, MIN_COLLAPSE_ROWS = 0.95, 10
+"""A model counts as collapsed if at least this share of the rows with other targets gets the most frequent answer; and
+the minimum number of such rows."""
+COLLAPSE_STD_RATIO = 0.05
+"""For numbers: maximum ratio of the answers' standard deviation to the targets'."""
 
 
-def write(
+def write_predictions(
     path: Path,
     split: str,
     store: Store,
     task: Task,
     head: Head,
-    outcomes: Ragged,
+    row_results: RaggedArray,
     tokenizer: "tokenizers.Tokenizer",
-    alive: Callable[[], None] = lambda: None,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the rows of a split to `path`, whole or not at all.
+    """Write the rows of a split to `path`, atomically.
 
-    `outcomes` are those of all its rows, in index order. `alive` is called after every `TEXT_ROWS` rows.
+    Args:
+        row_results: results of all rows of the split, in index order.
+        heartbeat: called after every `TEXT_ROWS` rows.
+
     """
-    described = task.describe(outcomes, store.targets(split), head)
+    row_reports = task.explain_rows(row_results, store.targets(split), head)
     origins, lengths = store.origins(split), store.column(split, "length")
     columns: dict[str, Any] = {
         "position": pa.array(np.arange(len(lengths)), pa.int64()),
@@ -58,141 +61,181 @@ def write(
         "source": origins["source"].cast(pa.string()),
         "line": origins["line"],
         "tokens": pa.array(lengths, pa.int32()),
-        "text": pa.array(_texts(store, split, tokenizer, alive), pa.string()),
-        "target": _column(_in_words(described.target, store, split, task, tokenizer, alive)),
-        "prediction": _column(_in_words(described.prediction, store, split, task, tokenizer, alive)),
-        "score": pa.array(described.score, pa.float64(), from_pandas=True),
-        "loss": pa.array(described.loss, pa.float64(), from_pandas=True),
+        "text": pa.array(_read_texts(store, split, tokenizer, heartbeat), pa.string()),
+        "target": _to_arrow(_tokens_to_text(row_reports.target, store, split, task, tokenizer, heartbeat)),
+        "prediction": _to_arrow(_tokens_to_text(row_reports.prediction, store, split, task, tokenizer, heartbeat)),
+        "score": pa.array(row_reports.score, pa.float64(), from_pandas=True),
+        "loss": pa.array(row_reports.loss, pa.float64(), from_pandas=True),
     }
     if "id" in origins.column_names:
         columns["id"] = origins["id"]
     for name, values in store.slices(split).items():
         columns[name if name not in {*columns, "id"} else f"{name} (slice)"] = values
-    with atomic_write.replacement(path) as draft:
+    with atomic_write.replace_file(path) as draft:
         pyarrow.parquet.write_table(pa.table(columns), draft)
 
 
-def measured(
-    store: Store, split: str, task: Task, head: Head, outcomes: Ragged, alive: Callable[[], None] = lambda: None
+def measure_scores(
+    store: Store,
+    split: str,
+    task: Task,
+    head: Head,
+    row_results: RaggedArray,
+    heartbeat: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """The scores of the split, of its slices, and its tables; `alive` as in `rtrain.metrics.scores.measure`. Where rows
-    of it are training rows too, also the scores without them; where baselines are scored on fewer rows, also those of
-    these rows (`sample`); where almost all rows get one answer, which one (`collapsed`)."""
+    """Return the scores of the split and of its slices, and its tables.
+
+    Further keys: `unseen`, the scores without rows that are training rows too; `sample`, the scores on the rows of the
+    baselines, if these are fewer; `collapsed`, the answer of almost all rows. `heartbeat` as in
+    `rtrain.metrics.scores.measure_split`.
+    """
     columns = {name: values.to_pylist() for name, values in store.slices(split).items()}
     lengths = store.column(split, "length")
-    targets, seen = store.targets(split), store.seen(split)
-    document = scores.measure(task, head, split, outcomes, targets, lengths, columns, alive)
-    if seen is not None and seen.any():
-        document["unseen"] = scores.without(task, head, outcomes, targets, seen)
-    described = task.describe(outcomes, targets, head)
-    if collapsed := _collapsed(task, head, described.target, described.prediction):
-        document["collapsed"] = collapsed
-    if len(chosen := baselines.chosen_rows(store, split)) < store.rows(split):
-        document["sample"] = scores.sampled(task, head, outcomes, targets, chosen)
+    targets, in_training_set = store.targets(split), store.in_training_set(split)
+    document = scores.measure_split(task, head, split, row_results, targets, lengths, columns, heartbeat)
+    if in_training_set is not None and in_training_set.any():
+        document["unseen"] = scores.score_unseen_rows(task, head, row_results, targets, in_training_set)
+    row_reports = task.explain_rows(row_results, targets, head)
+    if collapsed_answers := _find_collapsed_answers(task, head, row_reports.target, row_reports.prediction):
+        document["collapsed"] = collapsed_answers
+    if len(sampled_rows := baselines.choose_rows(store, split)) < store.num_rows(split):
+        document["sample"] = scores.score_sampled_rows(task, head, row_results, targets, sampled_rows)
     return document
 
 
-def _collapsed(task: Task, head: Head, target: Sequence[Any], prediction: Sequence[Any]) -> list[dict[str, Any]]:
-    """The one answer that almost all rows get, also those with another target: [{answer, rows: that get it, of: all,
-    others: rows with another target, given: those of them that get it}], for each head of several; often none."""
+def _find_collapsed_answers(
+    task: Task, head: Head, target: Sequence[Any], prediction: Sequence[Any]
+) -> list[dict[str, Any]]:
+    """Return the answer that almost all rows get, for each head; usually empty.
+
+    Keys: `answer`, `rows` (rows with this answer), `total_rows`, `other_rows` (rows with another target),
+    `other_rows_with_answer` (rows among these with this answer).
+    """
     if task.output == "number":
         numbers, values = np.asarray(prediction, dtype=np.float64), np.asarray(target, dtype=np.float64)
-        if len(values) < FEWEST or not numbers.std() < COLLAPSED_SPREAD * values.std():
+        if len(values) < MIN_COLLAPSE_ROWS or not numbers.std() < COLLAPSE_STD_RATIO * values.std():
             return []
         count = len(values)
-        return [{"answer": f"{numbers.mean():.4g}", "rows": count, "of": count, "others": count, "given": count}]
+        return [
+            {
+                "answer": f"{numbers.mean():.4g}",
+                "rows": count,
+                "total_rows": count,
+                "other_rows": count,
+                "other_rows_with_answer": count,
+            }
+        ]
     if task.output not in ("classes", "labels", "heads", "tags", "spans"):
         return []
-    sides: list[tuple[str, list[Any], list[Any]]] = [("", list(target), list(prediction))]
+    answers_by_head: list[tuple[str, list[Any], list[Any]]] = [("", list(target), list(prediction))]
     if task.output == "heads":
         names = [name for name, _ in head.facts["heads"]]
-        sides = [
+        answers_by_head = [
             (f"{name}=", [row[n] for row in target], [row[n] for row in prediction]) for n, name in enumerate(names)
         ]
-    found = []
-    for prefix, true, said in sides:
-        # A head that a row lacks has no target in it.
-        pairs = [(_key(a), _key(b)) for a, b in zip(true, said, strict=True) if task.output != "heads" or a]
+    collapsed = []
+    for prefix, head_targets, head_answers in answers_by_head:
+        # A row without a target for this head is skipped.
+        pairs = [
+            (_answer_key(a), _answer_key(b))
+            for a, b in zip(head_targets, head_answers, strict=True)
+            if task.output != "heads" or a
+        ]
         if not pairs:
             continue
-        answer, rows = Counter(given for _, given in pairs).most_common(1)[0]
-        others = [given == answer for wanted, given in pairs if wanted != answer]
-        if len(others) >= FEWEST and np.mean(others) >= COLLAPSED:
-            named = prefix + (", ".join(sorted(answer)) if isinstance(answer, frozenset) else str(answer))
-            counts = {"rows": rows, "of": len(pairs), "others": len(others), "given": sum(others)}
-            found.append({"answer": named or "nothing", **counts})
-    return found
+        answer, rows = Counter(value for _, value in pairs).most_common(1)[0]
+        is_collapsed = [entry == answer for value, entry in pairs if value != answer]
+        if len(is_collapsed) >= MIN_COLLAPSE_ROWS and np.mean(is_collapsed) >= COLLAPSE_SHARE:
+            description = prefix + (", ".join(sorted(answer)) if isinstance(answer, frozenset) else str(answer))
+            counts = {
+                "rows": rows,
+                "total_rows": len(pairs),
+                "other_rows": len(is_collapsed),
+                "other_rows_with_answer": sum(is_collapsed),
+            }
+            collapsed.append({"answer": description or "nothing", **counts})
+    return collapsed
 
 
-def _key(answer: Any) -> Any:
-    """Answers that are alike have one: of several labels or tags, which ones there are; places are answers of their
-    own."""
+def _answer_key(answer: Any) -> Any:
+    """Key of equal answers: the set of labels or tags, or the string. Spans are never equal."""
     return frozenset(answer) if isinstance(answer, list) else answer if isinstance(answer, str) else object()
 
 
-def _texts(store: Store, split: str, tokenizer: "tokenizers.Tokenizer", alive: Callable[[], None]) -> list[str]:
-    """The rows' texts as they are written; those that the store has not kept, as their tokens spell them."""
+def _read_texts(
+    store: Store, split: str, tokenizer: "tokenizers.Tokenizer", heartbeat: Callable[[], None]
+) -> list[str]:
+    """Return the rows' texts; decoded from tokens if the store has not kept them."""
     texts: list[str] = []
-    total = store.rows(split)
+    total = store.num_rows(split)
     for start in range(0, total, TEXT_ROWS):
         positions = np.arange(start, min(start + TEXT_ROWS, total))
-        written = store.texts(split, positions)
-        spelt = iter(_spelt(store, split, positions[[one is None for one in written]], tokenizer))
-        texts += [next(spelt) if one is None else " ".join(filter(None, one))[:TEXT_CHARACTERS] for one in written]
-        alive()
+        kept_texts = store.kept_texts(split, positions)
+        decoded_texts = iter(_decode_texts(store, split, positions[[text is None for text in kept_texts]], tokenizer))
+        texts += [
+            next(decoded_texts) if text is None else " ".join(filter(None, text))[:TEXT_CHARACTERS]
+            for text in kept_texts
+        ]
+        heartbeat()
     return texts
 
 
-def _spelt(store: Store, split: str, positions: Ints, tokenizer: "tokenizers.Tokenizer") -> list[str]:
+def _decode_texts(store: Store, split: str, positions: Ints, tokenizer: "tokenizers.Tokenizer") -> list[str]:
     if not len(positions):
         return []
-    tokens = store.read(split, positions)
-    rows = Ragged(tokens.ids, tokens.lengths_of_rows)
-    # A token is a character at least, so the first ones hold all that is kept.
-    decoded = tokenizer.decode_batch([row[:TEXT_CHARACTERS].tolist() for row in rows], skip_special_tokens=True)
-    return [text[:TEXT_CHARACTERS] for text in decoded]
+    tokens = store.read_tokens(split, positions)
+    rows = RaggedArray(tokens.ids, tokens.row_lengths)
+    # A token has at least one character.
+    texts = tokenizer.decode_batch([row[:TEXT_CHARACTERS].tolist() for row in rows], skip_special_tokens=True)
+    return [text[:TEXT_CHARACTERS] for text in texts]
 
 
-def _in_words(
+def _tokens_to_text(
     values: Sequence[Any],
     store: Store,
     split: str,
     task: Task,
     tokenizer: "tokenizers.Tokenizer",
-    alive: Callable[[], None],
+    heartbeat: Callable[[], None],
 ) -> list[Any]:
-    """Slices of a row's tokens, and places in its windows, as their text."""
-    found = list(values)
-    for row, value in enumerate(found):
+    """Replace slices of a row's tokens and spans in its windows by their text."""
+    results = list(values)
+    for row, value in enumerate(results):
         if row % TEXT_ROWS == 0:
-            alive()
-        if not isinstance(value, slice | Place):
+            heartbeat()
+        if not isinstance(value, slice | TokenSpan):
             continue
-        tokens = store.read(split, np.array([row]))
-        if isinstance(value, Place):
-            begin = int(tokens.lengths[: value.window].sum())
-            value = slice(begin + value.first, begin + value.last + 1)
-        [texts] = store.texts(split, np.array([row]))
-        found[row] = _written(texts, tokens, value, task, tokenizer) or tokenizer.decode(tokens.ids[value].tolist())
-    return found
+        tokens = store.read_tokens(split, np.array([row]))
+        if isinstance(value, TokenSpan):
+            window_start = int(tokens.window_lengths[: value.window].sum())
+            value = slice(window_start + value.first, window_start + value.last + 1)
+        [texts] = store.kept_texts(split, np.array([row]))
+        results[row] = _source_text(texts, tokens, value, task, tokenizer) or tokenizer.decode(
+            tokens.ids[value].tolist()
+        )
+    return results
 
 
-def _written(
-    texts: tuple[str, str | None] | None, tokens: Tokens, places: slice, task: Task, tokenizer: "tokenizers.Tokenizer"
+def _source_text(
+    texts: tuple[str, str | None] | None,
+    tokens: TokenBatch,
+    token_slice: slice,
+    task: Task,
+    tokenizer: "tokenizers.Tokenizer",
 ) -> str:
-    """Some tokens of a row as they are written in its second text, or in its only one; empty where what is kept of the
-    texts does not make all tokens of the row."""
+    """Return the source text of a slice of a row's tokens, in its second text or its only one; empty if the kept texts
+    do not encode to the row's tokens."""
     if texts is None:
         return ""
     text, pair = texts
-    [again] = task.encode(tokenizer, [text], None if pair is None else [pair], len(tokens.lengths))
-    if again.ids != tokens.ids.tolist():
+    [encoded] = task.encode(tokenizer, [text], None if pair is None else [pair], len(tokens.window_lengths))
+    if encoded.ids != tokens.ids.tolist():
         return ""
     source = text if pair is None else pair
-    return source[again.spans[places.start][0] : again.spans[places.stop - 1][1]]
+    return source[encoded.spans[token_slice.start][0] : encoded.spans[token_slice.stop - 1][1]]
 
 
-def _column(values: Sequence[Any]) -> pa.Array:
+def _to_arrow(values: Sequence[Any]) -> pa.Array:
     kinds = {type(value) for value in values if value is not None}
     if kinds == {list}:
         return pa.array(values, pa.list_(pa.string()))

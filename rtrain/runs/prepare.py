@@ -1,4 +1,4 @@
-"""From a configuration to a run that may start: everything that can be refused is refused, and its rows are there."""
+"""Prepare a run: check everything that can be refused, build the token store, create the run folder."""
 
 import importlib.metadata
 import platform
@@ -17,7 +17,7 @@ from rtrain.core import json_files
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.run_folder import Run
 from rtrain.data import checks, quarantine, row_reader, unlabeled
-from rtrain.data.order import Order
+from rtrain.data.order import RowOrder
 from rtrain.data.sources import find
 from rtrain.data.store import builder as store_builder, commit, shards
 from rtrain.data.store.store import Store
@@ -27,295 +27,334 @@ from rtrain.report import label_counts, text_stats
 from rtrain.report.live import trackers
 from rtrain.runs import choose_strategy, node_checks, run_folders, trim_vocabulary
 from rtrain.tasks import base
-from rtrain.tasks.encode import reading_of
+from rtrain.tasks.encode import resolve_window_spec
 from rtrain.trainer import losses
 
-DEVICE = "device"
-"""The name under which a run keeps the decision."""
+DEVICE_KEY = "device"
+"""Key of the decision in decisions.json."""
 
 
-PACKAGES = ("rtrain", "ray", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
-"""Those whose versions are logged with a run."""
-TOLD = (
-    *("tokenised", "tokens_reused", "strategy", "vocabulary", "bad_rows"),
-    *("unlabelled", "head", "labels", "overlap", "texts", "conflicts"),
+LOGGED_PACKAGES = ("rtrain", "ray", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
+"""Packages whose versions are logged with a run."""
+ROW_EVENTS = (
+    *("tokenized", "tokens_reused", "strategy", "vocabulary", "quarantined_rows"),
+    *("unlabeled", "head", "labels", "overlap", "texts", "conflicts"),
 )
-"""What is logged of a run's rows before it is followed, the first or the second of these first."""
+"""Kinds of events about a run's rows, which are logged before the run is followed. The first event is of the first or
+second kind."""
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run that may start: its folder, its frozen configuration, its rows."""
+class PreparedRun:
+    """A prepared run: its folder, its frozen configuration, its rows."""
 
     run: Run
     config: Config
     store: Store
     model: Path
-    device: device.Choice
+    device: device.DeviceChoice
     teacher: Path | None = None
-    """The artefact that a student learns from."""
+    """The artifact of a student's teacher."""
 
     @property
-    def order(self) -> Order:
-        """The rows of the run's updates."""
-        train, rows = self.config.recipe.train, self.store.rows("train")
-        per_update = self.config.recipe.rows_per_update
-        return Order(self.store.manifest.digest, rows, per_update, train.epochs, train.seed)
+    def order(self) -> RowOrder:
+        """The order of the run's rows."""
+        train, rows = self.config.recipe.train, self.store.num_rows("train")
+        global_batch_size = self.config.recipe.global_batch_size
+        return RowOrder(self.store.manifest.digest, rows, global_batch_size, train.epochs, train.seed)
 
     @property
-    def updates(self) -> int:
-        return self.order.updates
+    def num_steps(self) -> int:
+        return self.order.num_steps
 
 
-def check(
+def check_run(
     config: Config,
     root: Path | None = None,
-    source: row_reader.Source | None = None,
-    begun: bool = False,
-) -> tuple[row_reader.Source, Path]:
-    """Everything that can be refused before Ray starts, all at once: files, columns, model, precision.
+    source: row_reader.DataSource | None = None,
+    is_resumed: bool = False,
+) -> tuple[row_reader.DataSource, Path]:
+    """Check files, columns, model and precision before Ray starts; all problems are raised together.
 
-    What was copied from the hub under `root` is not asked for again, and the files of a `source` that was found before
-    are not looked at again. The settings of a run that has `begun` cannot be changed any more.
+    Args:
+        root: folder with copies of hub files, which are not downloaded again.
+        source: result of an earlier `inspect_all_sources`; its files are not inspected again.
+        is_resumed: the run exists, so problems suggest no changed settings.
+
     """
     problems: list[Any] = [
-        *store_builder.problems(config.recipe),
-        *losses.problems(config.recipe),
-        *models_builder.problems(config.recipe),
+        *store_builder.find_problems(config.recipe),
+        *losses.check_label_smoothing(config.recipe),
+        *models_builder.check_model_settings(config.recipe),
     ]
     folder = None
     try:
-        source = source or unlabeled.source(config.recipe, root)
+        source = source or unlabeled.inspect_all_sources(config.recipe, root)
     except ConfigError as error:
-        problems += [_put_back(one) if begun else one for one in error.problems]
+        problems += [_with_resume_fix(problem) if is_resumed else problem for problem in error.problems]
     try:
-        folder = models_builder.resolve(config.recipe.model.name, root)
+        folder = models_builder.resolve_folder(config.recipe.model.name, root)
         tokens_read = config.recipe.data.window_tokens
-        problems += models_builder.check_architecture(folder, tokens_read, begun, config.recipe.model)
-        problems += constraints.problems(config.recipe, folder)
+        problems += models_builder.check_architecture(folder, tokens_read, is_resumed, config.recipe.model)
+        problems += constraints.check_parallelism(config.recipe, folder)
     except ConfigError as error:
         problems += error.problems
-    problems += trackers.missing(config)
+    problems += trackers.check_installed(config)
     if config.deploy.cluster.address is None:
-        problems += precision.refused_here(config.recipe.train.precision)
+        problems += precision.check_local_precision(config.recipe.train.precision)
     if problems or source is None or folder is None:
         raise ConfigError(problems)
     return source, folder
 
 
-def _put_back(problem: Problem) -> Problem:
-    """A problem of a run that has begun: where its file is gone, another place may be named, and no other rows."""
-    fix = "put it back at that path or name its new place, as a resume reads the rows that the run has begun with"
-    return replace(problem, fix=fix) if problem.reason == find.NO_FILE else problem
+def _with_resume_fix(problem: Problem) -> Problem:
+    """The problem with a fix for a resumed run: a missing file may be at another path, but the rows cannot change."""
+    fix = "restore it or name its new path: a resume reads the same rows"
+    return replace(problem, fix=fix) if problem.reason == find.NO_FILE_REASON else problem
 
 
-def prepare(
+def prepare_run(
     config: Config,
     folder: Path,
     reuse: run_folders.Reuse = "refuse",
     tokens_root: Path | None = None,
-    source: row_reader.Source | None = None,
-    taught: store_builder.Taught | None = None,
-    begun: bool = False,
-) -> Prepared:
-    """Check, make or reuse the token store, and open the run folder. The folder is written only when nothing is wrong,
-    and while no other process holds the run; the store is made before that, since other runs share it.
+    source: row_reader.DataSource | None = None,
+    teacher_pass: store_builder.TeacherPass | None = None,
+    is_resumed: bool = False,
+) -> PreparedRun:
+    """Check the configuration, build or reuse the token store, and open the run folder.
 
-    The store lies under `tokens_root`, by default the folder that holds the run, so that runs side by side share it.
-    `source` is what `check` found, where that was asked already: there may be thousands of files. `taught` has a
-    student's teacher answer the rows. A run that is a part of what has `begun` is checked as that is.
+    The folder is written only after all checks, under the run's lock. The store is built before, since runs share it.
+
+    Args:
+        tokens_root: folder of the token stores; default: the parent of the run folder, so that sibling runs share it.
+        source: result of `check_run`, if it ran already: there may be thousands of files.
+        teacher_pass: computes the logits of a student's teacher.
+        is_resumed: check as a resumed run, e.g. for the later trials of a search.
+
     """
-    chosen_folder, config = chosen(config, folder, reuse)
-    run, root = Run(chosen_folder), tokens_root or chosen_folder.parent
+    run_folder, config = resolve_run_folder(config, folder, reuse)
+    run, root = Run(run_folder), tokens_root or run_folder.parent
     if run.exists:
-        with run_folders.hold(run):  # what is being trained is refused before hours of reading its rows
+        with run_folders.lock(run):  # refuse a run in use before its rows are read for hours
             pass
-    created = run.first("created")
-    begun = begun or created is not None
-    source, weights = node_checks.share(config, *check(config, root, source, begun=begun), root)
-    source = source.beside(root)
-    config = models_builder.resolved(config, weights)
-    with cluster_capacity.data_tasks_on(config.deploy.cluster.data_labels):
-        whole, weights = weights, trim_vocabulary.trimmed(config.recipe, source, weights, root)
-    origin = commit.origin(config.recipe, source, weights)
-    if created and created["data_digest"] != store_builder.digest(config.recipe, source, weights):
-        raise _other_rows(run, created, origin)
-    preflight.disk(run.folder, needed=_disk_needed(weights, config.recipe.train.keep))
+    created = run.first_event("created")
+    is_resumed = is_resumed or created is not None
+    source, weights = node_checks.check_nodes(config, *check_run(config, root, source, is_resumed=is_resumed), root)
+    source = source.with_cached_digests(root)
+    config = models_builder.resolve_pooling(config, weights)
+    with cluster_capacity.restrict_data_tasks(config.deploy.cluster.data_labels):
+        full_weights, weights = weights, trim_vocabulary.trim_model(config.recipe, source, weights, root)
+    origin = commit.hash_sources(config.recipe, source, weights)
+    if created and created["data_digest"] != store_builder.compute_digest(config.recipe, source, weights):
+        raise _changed_rows_error(run, created, origin)
+    preflight.check_disk_space(
+        run.folder, required_bytes=_checkpoint_bytes(weights, config.recipe.train.keep_checkpoints)
+    )
     if not created:
-        _refuse_copied(config, run)
-    chosen_device = device_of(config, run)
-    if problems := constraints.of_devices(config.recipe, chosen_device, weights):
+        _refuse_existing_copy(config, run)
+    selected_device = choose_device(config, run)
+    if problems := constraints.check_devices(config.recipe, selected_device, weights):
         raise ConfigError(problems)
-    with cluster_capacity.data_tasks_on(config.deploy.cluster.data_labels):
-        store, made = store_builder.ensure(config.recipe, source, weights, root, taught)
-    if problems := [*preflight.rows(config.recipe, store.rows("train")), *capacity(config, chosen_device.device)]:
+    with cluster_capacity.restrict_data_tasks(config.deploy.cluster.data_labels):
+        store, was_built = store_builder.build_or_open(config.recipe, source, weights, root, teacher_pass)
+    if problems := [
+        *preflight.check_rows(config.recipe, store.num_rows("train")),
+        *check_capacity(config, selected_device.device),
+    ]:
         raise ConfigError(problems)
-    config, laid_out = choose_strategy.decided(config, chosen_device, store, weights)
-    task = base.get(config.recipe.task)
-    with run_folders.claimed(run, reuse) as run:
-        if run.folder != chosen_folder:
-            _refuse_copied(config, run)
-        frozen = run_folders.freeze(run, config)
+    config, strategy_fields = choose_strategy.resolve_strategy(config, selected_device, store, weights)
+    task = base.get_task(config.recipe.task)
+    with run_folders.lock_new_run(run, reuse) as run:
+        if run.folder != run_folder:
+            _refuse_existing_copy(config, run)
+        frozen_config = run_folders.write_frozen_config(run, config)
         if config.recipe.train.device == "auto":
-            run.decide(DEVICE, chosen_device.device)
+            run.decide_once(DEVICE_KEY, selected_device.device)
         if not created:
-            run.append(
+            run.append_event(
                 "created",
                 run=run.name,
-                recipe=frozen.recipe.name,
-                task=frozen.recipe.task,
+                recipe=frozen_config.recipe.name,
+                task=frozen_config.recipe.task,
                 data_digest=store.manifest.digest,
                 store=str(store.folder),
-                # The run's own names: its store may have been made from equal files elsewhere, and may be removed.
+                # The run's own paths: its store may have been built from equal files elsewhere, and may be removed.
                 origin=origin,
-                identity=frozen.recipe.identity(),
-                versions=_versions(),
+                recipe_digest=frozen_config.recipe.recipe_digest(),
+                versions=_package_versions(),
             )
-        run.append(
-            "tokenised" if made else "tokens_reused",
+        run.append_event(
+            "tokenized" if was_built else "tokens_reused",
             rows=store.manifest.rows,
             quarantined=store.manifest.quarantined,
             copies=store.manifest.copies,
-            left_out=store.manifest.left_out,
+            out_of_scope_rows=store.manifest.out_of_scope_rows,
             store=str(store.folder),
         )
-        if laid_out:
-            run.append("strategy", **laid_out)
-        if weights != whole:
-            run.append("vocabulary", **trim_vocabulary.told(run, config.recipe, source, whole, weights, store, root))
+        if strategy_fields:
+            run.append_event("strategy", **strategy_fields)
+        if weights != full_weights:
+            run.append_event(
+                "vocabulary",
+                **trim_vocabulary.event_fields(run, config.recipe, source, full_weights, weights, store, root),
+            )
         if store.manifest.quarantined:
-            file, reasons = store.folder / quarantine.NAME, quarantine.commonest(store.folder)
-            run.append("bad_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(file))
-        if store.manifest.unlabelled:
-            run.append("unlabelled", **store.manifest.unlabelled, confidence=config.recipe.distill.confidence)
-        head = heads.told(json_files.read(weights / "config.json"), task.auto_model, store.manifest.labels)
-        if head and not created:  # the head of a resumed run goes on from its checkpoint
-            run.append("head", **head)
-        for found in label_counts.told(store, task.output):
-            run.append("labels", **found)
-        for found in find_overlaps(store):
-            run.append("overlap", **found)
-        if not task.packs:  # blocks of text fill the model's window
-            reading, tokenizer = reading_of(task, config.recipe.data), shards.tokenizer_of(config.recipe, weights)
+            quarantine_file, reasons = store.folder / quarantine.FILE_NAME, quarantine.summarize_reasons(store.folder)
+            run.append_event(
+                "quarantined_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(quarantine_file)
+            )
+        if store.manifest.unlabeled:
+            run.append_event("unlabeled", **store.manifest.unlabeled, confidence=config.recipe.distill.confidence)
+        head = heads.event_fields(
+            json_files.load_json_object(weights / "config.json"), task.auto_model, store.manifest.labels
+        )
+        if head and not created:  # a resumed run loads the head from its checkpoint
+            run.append_event("head", **head)
+        for event_fields in label_counts.event_fields(store, task.output):
+            run.append_event("labels", **event_fields)
+        for event_fields in find_overlaps(store):
+            run.append_event("overlap", **event_fields)
+        if not task.packs_text:  # packed blocks fill the model's window
+            reading, tokenizer = (
+                resolve_window_spec(task, config.recipe.data),
+                shards.load_task_tokenizer(config.recipe, weights),
+            )
             limit = f"data.max_tokens={reading.max_tokens}"
             if reading.max_windows > 1:
                 limit = f"data.max_windows={reading.max_windows}"
-            run.append("texts", **text_stats.describe_texts(store, tokenizer), limit=limit)
+            run.append_event("texts", **text_stats.describe_texts(store, tokenizer), limit=limit)
         if conflicts := text_stats.find_conflicts(store, task.output):
-            run.append("conflicts", **conflicts)
-    return Prepared(run, frozen, store, weights, chosen_device)
+            run.append_event("conflicts", **conflicts)
+    return PreparedRun(run, frozen_config, store, weights, selected_device)
 
 
-def _versions() -> dict[str, str]:
-    """Version by name, of Python, of the packages that training depends on, and of the platform."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        with suppress(importlib.metadata.PackageNotFoundError):  # rtrain from a checkout that was not installed
-            found[name] = importlib.metadata.version(name)
-    return found | {"platform": platform.platform()}
+def _package_versions() -> dict[str, str]:
+    """Return the versions of Python, of the packages in `LOGGED_PACKAGES`, and of the platform."""
+    versions = {"python": platform.python_version()}
+    for name in LOGGED_PACKAGES:
+        with suppress(importlib.metadata.PackageNotFoundError):  # rtrain runs from a checkout
+            versions[name] = importlib.metadata.version(name)
+    return versions | {"platform": platform.platform()}
 
 
-def _refuse_copied(config: Config, run: Run) -> None:
-    """Refuse a new run under the name of one that the storage holds: its copies would be overwritten."""
-    if (copy := remote_copy.of(config.deploy.cluster, run.folder)) and copy.exists():
+def _refuse_existing_copy(config: Config, run: Run) -> None:
+    """Refuse a new run if the storage holds a run of this name, which it would overwrite."""
+    if (run_copy := remote_copy.make_remote_copy(config.deploy.cluster, run.folder)) and run_copy.exists():
         raise UserError(
-            f"cluster.storage: {copy.url} holds a run already; write --resume to continue it, or another --out",
+            f"cluster.storage: {run_copy.url} holds a run already; write --resume to continue it, or another --out",
             code="already_exists",
         )
 
 
-def refuse_lost(config: Config, folder: Path, reuse: run_folders.Reuse, *words: object) -> None:
-    """Refuse a new search under the name of one that the storage holds; and any of which it holds the trials alone, as
-    earlier versions have left it. `words` of a command line begin a run like its trials."""
+def refuse_lost_search(config: Config, folder: Path, reuse: run_folders.Reuse, *command_words: object) -> None:
+    """Refuse a new search if the storage holds a search of this name, or only its trials.
+
+    Args:
+        command_words: words of the command line that starts a run like its trials, for the message.
+    """
     run, storage = Run(folder), f"{config.deploy.cluster.storage}/{folder.name}"
     if config.deploy.cluster.storage is None or run.exists:
         return
     if reuse != "resume":
-        _refuse_copied(config, run)
-    if remote_copy.Replica(config.deploy.cluster.storage, run.name).exists():
+        _refuse_existing_copy(config, run)
+    if remote_copy.RemoteCopy(config.deploy.cluster.storage, run.name).exists():
         return
-    if not remote_copy.Replica(storage, run.trial(0).name).exists():
+    if not remote_copy.RemoteCopy(storage, run.trial(0).name).exists():
         return
     options = ("--resume", "--out", f"NEW/{run.trial(0).name}", "--set", f"cluster.storage={storage}")
-    one = shlex.join(["rtrain", *map(str, words), *options])
+    trial_command = shlex.join(["rtrain", *map(str, command_words), *options])
     raise UserError(
-        f"cluster.storage: {storage} holds the trials of a search whose folder is gone, and it cannot be gone on with "
-        f"without; to start another, name another --out, without --resume. One of its trials goes on by itself: {one}",
+        f"cluster.storage: {storage} has the trials of a search but not the search, which cannot be resumed without "
+        "its journal; start another with another --out and without --resume. Resume one of its trials: "
+        f"{trial_command}",
         code="lost_folder",
     )
 
 
 def find_overlaps(store: Store) -> list[dict[str, Any]]:
-    """The splits with rows that are training rows too."""
-    found: list[dict[str, Any]] = []
+    """Return the fields of `overlap` events: splits with rows that are training rows too."""
+    overlaps: list[dict[str, Any]] = []
     for split in ("valid", "test"):
-        seen, counted = store.seen(split), {"split": split, "rows": store.rows(split)}
-        if seen is not None and seen.any():
-            places = store.places(split, np.flatnonzero(seen))
-            found.append({**counted, "seen": int(seen.sum()), "places": places})
-    return found
+        in_training_set, split_fields = store.in_training_set(split), {"split": split, "rows": store.num_rows(split)}
+        if in_training_set is not None and in_training_set.any():
+            row_places = store.describe_rows(split, np.flatnonzero(in_training_set))
+            overlaps.append({**split_fields, "trained_rows": int(in_training_set.sum()), "row_places": row_places})
+    return overlaps
 
 
-def device_of(config: Config, run: Run) -> device.Choice:
-    """What the run trains on: what the recipe says, else what the run has decided before, else what the cluster has or
-    may start."""
+def choose_device(config: Config, run: Run) -> device.DeviceChoice:
+    """Return the device: of the recipe, else of the run's earlier decision, else of the cluster's nodes and its
+    autoscaler's node types."""
     train = config.recipe.train
-    wanted = train.device if train.device != "auto" else run.decisions.get(DEVICE, "auto")
-    gpus = cluster_capacity.most("gpu", config.deploy.cluster.labels)
-    room = gpus and placement.workers(
-        cluster_capacity.up(), cluster_capacity.may_start(), cluster_capacity.needs(config, "gpu"), train.workers
+    requested = train.device if train.device != "auto" else run.decisions.get(DEVICE_KEY, "auto")
+    max_gpus = cluster_capacity.max_accelerators("gpu", config.deploy.cluster.labels)
+    has_capacity = max_gpus and placement.max_workers(
+        cluster_capacity.live_nodes(),
+        cluster_capacity.autoscaler_limits(),
+        cluster_capacity.resource_request_from_config(config, "gpu"),
+        train.workers,
     )
-    return device.choose(wanted, train.workers, train.min_workers, gpus, device.usable(), room)
+    return device.choose_device(
+        requested, train.workers, train.min_workers, max_gpus, device.can_use_gpus(), has_capacity
+    )
 
 
-def said_of_rows(run: Run) -> list[dict[str, Any]]:
-    """What the newest preparation of a run has logged of its rows."""
-    log = run.events(*TOLD)
-    last = max((place for place, event in enumerate(log) if event["kind"] in TOLD[:2]), default=0)
-    return log[last:]
+def row_events(run: Run) -> list[dict[str, Any]]:
+    """Return the events about the rows from the newest preparation of a run."""
+    events = run.events(*ROW_EVENTS)
+    first_index = max((place for place, event in enumerate(events) if event["kind"] in ROW_EVENTS[:2]), default=0)
+    return events[first_index:]
 
 
-def chosen(config: Config, folder: Path, reuse: run_folders.Reuse) -> tuple[Path, Config]:
-    """`opening.choose`, after a resumed run whose folder was lost with its machine is brought back from its copy."""
+def resolve_run_folder(config: Config, folder: Path, reuse: run_folders.Reuse) -> tuple[Path, Config]:
+    """Restore a lost run folder from its remote copy, then choose the folder (`run_folders.choose_folder`)."""
     if reuse == "resume":
-        bring_back(config, folder)
-    return run_folders.choose(folder, config, reuse)
+        restore_run(config, folder)
+    return run_folders.choose_folder(folder, config, reuse)
 
 
-def bring_back(config: Config, folder: Path) -> None:
-    """Bring a run, or a search, whose folder was lost back from its copy, where it has one. The trials of a search come
-    with its start."""
-    if not Run(folder).exists and (copy := remote_copy.of(config.deploy.cluster, folder)) and copy.exists():
-        copy.restore(folder)
+def restore_run(config: Config, folder: Path) -> None:
+    """Restore a lost run or search from its remote copy, if there is one. The trials of a search are restored when it
+    starts."""
+    if (
+        not Run(folder).exists
+        and (run_copy := remote_copy.make_remote_copy(config.deploy.cluster, folder))
+        and run_copy.exists()
+    ):
+        run_copy.restore(folder)
 
 
-def _other_rows(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
-    """The error of a resume on other rows: the order of a run and its scores belong to the rows it was started on."""
-    changes = checks.changes(created["origin"], origin)
+def _changed_rows_error(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
+    """Return the error of a resume on changed rows: the order of a run and its scores depend on its rows."""
+    changes = checks.describe_changes(created["origin"], origin)
     if not changes:
         return UserError(
-            f"--resume: {run} was started with a version of rtrain that makes other rows of the same files; "
+            f"--resume: {run} was started with a version of rtrain that reads the same files "
+            "differently; "
             "continue it with that version, or start another run with --new",
             code="other_version",
         )
-    listed = "\n  ".join([*changes[:10], *([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])])
+    changes_text = "\n  ".join([*changes[:10], *([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])])
     return UserError(
-        f"--resume: {run} was started on other rows:\n  {listed}\n"
+        f"--resume: {run} was started on other rows:\n  {changes_text}\n"
         "Restore these files, or start another run with --new.",
         code="rows_changed",
     )
 
 
-def _disk_needed(weights: Path, keep: int) -> int:
-    return preflight.checkpoint_copies(keep) * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+def _checkpoint_bytes(weights: Path, keep: int) -> int:
+    return preflight.checkpoint_size_factor(keep) * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
 
 
-def capacity(config: Config, kind: str = "cpu") -> list[Problem]:
-    """What keeps the workers, or their data tasks, from ever having room on the cluster."""
+def check_capacity(config: Config, device_type: str = "cpu") -> list[Problem]:
+    """Return the problems that keep the workers or their data tasks from ever being placed on the cluster."""
     settings = config.deploy.cluster
-    absent = [
-        *cluster_capacity.absent("cluster.labels", settings.labels),
-        *cluster_capacity.absent("cluster.data_labels", settings.data_labels),
+    absent_labels = [
+        *cluster_capacity.find_unmatched_labels("cluster.labels", settings.labels),
+        *cluster_capacity.find_unmatched_labels("cluster.data_labels", settings.data_labels),
     ]
-    needs = cluster_capacity.needs(config, kind)
-    return absent or preflight.capacity(config.recipe, needs, cluster_capacity.up(), cluster_capacity.may_start())
+    needs = cluster_capacity.resource_request_from_config(config, device_type)
+    return absent_labels or preflight.check_capacity(
+        config.recipe, needs, cluster_capacity.live_nodes(), cluster_capacity.autoscaler_limits()
+    )

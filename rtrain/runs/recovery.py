@@ -1,15 +1,15 @@
-"""What becomes of a run whose workers failed. Pure: from what happened to what is to be done."""
+"""Recovery policy: whether a run makes another attempt, and with how many workers. Pure functions."""
 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-Kind = Literal["crash", "memory", "lost", "preemption", "refused"]
-"""`memory` is a crash for want of memory; passes are half as large afterwards. `lost` is a node that is gone without
-notice, with workers on it. `refused` is an error that the user can mend and that would only come again."""
+FailureCause = Literal["crash", "memory", "node_lost", "preemption", "refused"]
+"""`memory`: out of memory; micro-batches are halved afterwards. `node_lost`: a node with workers was lost without
+notice. `refused`: an error that the user must fix; a retry would fail again."""
 
-OUT_OF_MEMORY = (
+OUT_OF_MEMORY_PHRASES = (
     "MemoryError",
     "out of memory",
     "can't allocate memory",
@@ -17,131 +17,154 @@ OUT_OF_MEMORY = (
     "low on memory",
     "ALLOC_FAILED",
 )
-"""Words by which Python, CUDA, torch's CPU allocator, Ray's memory monitor, cuBLAS and cuDNN say that memory is
-short."""
-FEWEST_TOKENS = 64
-"""Fewest tokens of a pass. Smaller ones would save no memory: weights and optimizer take theirs all the same."""
+"""Phrases of Python, CUDA, torch's CPU allocator, Ray's memory monitor, cuBLAS and cuDNN."""
+MIN_MICRO_BATCH_TOKENS = 64
+"""Minimum tokens of a micro-batch. Smaller ones save no memory: weights and optimizer state dominate."""
 
 
-def out_of_memory(errors: Iterable[str]) -> bool:
-    return any(phrase in error for error in errors for phrase in OUT_OF_MEMORY)
+def is_out_of_memory(errors: Iterable[str]) -> bool:
+    return any(phrase in error for error in errors for phrase in OUT_OF_MEMORY_PHRASES)
 
 
-_NODE = re.compile(
+_NODE_MEMORY = re.compile(
     r"Memory on the node \(IP: (?P<node>[^,]+), .*?was (?P<used>[\d.]+)GB used / (?P<limit>[\d.]+)GB limit"
 )
-_SHARE = re.compile(r"exceeded threshold of .*?\((?P<share>[\d.]+)% of")
-_ENDED = re.compile(r"Selected to kill: .*?pid=(?P<pid>\d+), actual memory used=(?P<used>[\d.]+)GB")
-_USER = re.compile(r"^(?P<pid>\d+)\t(?P<used>[\d.]+)\t(?P<command>.+)$", re.MULTILINE)
-LARGEST = 3
-"""How many processes an error names."""
-COMMAND_CHARACTERS = 60
+_MEMORY_THRESHOLD = re.compile(r"exceeded threshold of .*?\((?P<share>[\d.]+)% of")
+_KILLED_WORKER = re.compile(r"Selected to kill: .*?pid=(?P<pid>\d+), actual memory used=(?P<used>[\d.]+)GB")
+_PROCESS_MEMORY = re.compile(r"^(?P<pid>\d+)\t(?P<used>[\d.]+)\t(?P<command>.+)$", re.MULTILINE)
+MAX_NAMED_PROCESSES = 3
+"""Maximum number of processes in an error message."""
+MAX_COMMAND_CHARACTERS = 60
 
 
-def memory_told(errors: Iterable[str]) -> str | None:
-    """Who used how much memory and what to set, where Ray's memory monitor ended a worker; None where it did not.
+def describe_out_of_memory(errors: Iterable[str]) -> str | None:
+    """Return the memory users and a fix, if Ray's memory monitor killed a worker; otherwise None.
 
-    Its own message has all of it but the settings, in forty lines of which the last are about Ray's.
+    The monitor's own message has forty lines and names Ray's settings only.
+
     """
-    text = next((error for error in errors if _NODE.search(error)), None)
-    if text is None or not (node := _NODE.search(text)):
+    monitor_message = next((error for error in errors if _NODE_MEMORY.search(error)), None)
+    if monitor_message is None or not (node_match := _NODE_MEMORY.search(monitor_message)):
         return None
-    share = f", above {float(found['share']):.3g} %" if (found := _SHARE.search(text)) else ""
-    # By process: a worker group's error has the message once and again, and idle processes are ended with a worker.
-    ended = {found["pid"]: float(found["used"]) for found in _ENDED.finditer(text)}
-    largest = {
-        found["pid"]: f"{found['used']} GB {found['command'].strip()[:COMMAND_CHARACTERS]} ({found['pid']})"
-        for found in _USER.finditer(text)
+    share_text = (
+        f", above {float(match['share']):.3g} %" if (match := _MEMORY_THRESHOLD.search(monitor_message)) else ""
+    )
+    # By process: a worker group's error repeats the message, and idle processes are killed with a worker.
+    killed_by_pid = {match["pid"]: float(match["used"]) for match in _KILLED_WORKER.finditer(monitor_message)}
+    usage_by_pid = {
+        match["pid"]: f"{match['used']} GB {match['command'].strip()[:MAX_COMMAND_CHARACTERS]} ({match['pid']})"
+        for match in _PROCESS_MEMORY.finditer(monitor_message)
     }
-    worst = max(ended, key=lambda pid: ended[pid], default=None)
-    others = f" and {len(ended) - 1} more" if len(ended) > 1 else ""
-    who = f"; Ray ended process {worst} with {ended[worst]:.2f} GB{others}" if worst else ""
-    most = f". The largest processes there: {'; '.join(list(largest.values())[:LARGEST])}" if largest else ""
+    largest_pid = max(killed_by_pid, key=lambda pid: killed_by_pid[pid], default=None)
+    other_processes = f" and {len(killed_by_pid) - 1} more" if len(killed_by_pid) > 1 else ""
+    killed_description = (
+        f"; Ray ended process {largest_pid} with {killed_by_pid[largest_pid]:.2f} GB{other_processes}"
+        if largest_pid
+        else ""
+    )
+    largest_description = (
+        f". The largest processes there: {'; '.join(list(usage_by_pid.values())[:MAX_NAMED_PROCESSES])}"
+        if usage_by_pid
+        else ""
+    )
     return (
-        f"node {node['node']} ran out of memory: {node['used']} of {node['limit']} GB were used{share}{who}{most}. "
-        "Lower train.tokens_per_pass or data.max_tokens, take fewer train.workers on a node, or nodes with more memory"
+        f"node {node_match['node']} ran out of memory: {node_match['used']} of {node_match['limit']} GB were "
+        f"used{share_text}{killed_description}{largest_description}. "
+        "Lower train.max_tokens_per_micro_batch or data.max_tokens, take fewer train.workers on a node, or nodes "
+        "with more memory"
     )
 
 
-def halvings(events: Iterable[Mapping[str, Any]]) -> int:
-    """How many starts of a run ran out of memory. Each halves the size of a pass, for resumes too."""
+def count_halvings(events: Iterable[Mapping[str, Any]]) -> int:
+    """Return how many attempts ran out of memory. Each halves the micro-batch, for resumes too."""
     return sum(event["kind"] == "crashed" and event["cause"] == "memory" for event in events)
 
 
-def tokens_per_pass(asked: int, halvings: int) -> int:
-    """Tokens of a pass after so many halvings. An update keeps its rows in more passes, and so its sum."""
-    return max(min(asked, FEWEST_TOKENS), asked >> halvings)
+def halve_micro_batch_tokens(requested_tokens: int, num_halvings: int) -> int:
+    """Return the tokens of a micro-batch after so many halvings. A step keeps its rows in more micro-batches."""
+    return max(min(requested_tokens, MIN_MICRO_BATCH_TOKENS), requested_tokens >> num_halvings)
 
 
 @dataclass
-class Recovery:
-    """The budget of one run. Preemptions are not the run's fault and cost nothing; nor do spot nodes that are lost.
+class RetryBudget:
+    """Retry budget of a run. Preemptions and lost spot nodes do not count.
 
-    Crashes are counted since the run last got on: a run of weeks may meet many, but a fault that comes again at the
-    same update comes from the run itself.
+    Crashes are counted since the last progress: a run of weeks may meet many, but a crash that repeats at the same step
+    is caused by the run itself.
+
     """
 
-    max_crashes: int
-    crashes: int = 0
-    reached: int = -1
-    """Update of the newest checkpoint at the last crash."""
-    error: str | None = None
-    """Error of the last crash, where it was of the program itself."""
+    max_failures: int
+    failures: int = 0
+    last_crash_step: int = -1
+    """Step of the newest checkpoint at the last crash."""
+    last_error: str | None = None
+    """Message of the last crash if it was a program error."""
 
-    def retry(self, kind: Kind, update: int, spot: bool = False, error: str | None = None) -> bool:
-        """Whether to start again from the newest checkpoint, which is of `update`. `spot`: a node that was lost was a
-        spot node. `error`: what the program itself raised, as opposed to a process that died or a disk that failed; the
-        same one at the same update would come each time."""
-        if kind == "refused":
+    def should_retry(
+        self, cause: FailureCause, checkpoint_step: int, is_spot_loss: bool = False, error: str | None = None
+    ) -> bool:
+        """Return whether to make another attempt.
+
+        Args:
+            checkpoint_step: step of the newest checkpoint.
+            is_spot_loss: all lost nodes were spot nodes.
+            error: message of a program error (no dead process, no failed disk); the same error at the same step ends
+                the run.
+        """
+        if cause == "refused":
             return False
-        if kind == "preemption" or (kind == "lost" and spot):
+        if cause == "preemption" or (cause == "node_lost" and is_spot_loss):
             return True
-        if error is not None and error == self.error and update <= self.reached:
+        if error is not None and error == self.last_error and checkpoint_step <= self.last_crash_step:
             return False
-        self.error = error
-        self.crashes = 1 if update > self.reached else self.crashes + 1
-        self.reached = max(self.reached, update)
-        return self.crashes <= self.max_crashes
+        self.last_error = error
+        self.failures = 1 if checkpoint_step > self.last_crash_step else self.failures + 1
+        self.last_crash_step = max(self.last_crash_step, checkpoint_step)
+        return self.failures <= self.max_failures
 
 
-def workers_for(most: int, least: int | None, room: int) -> int:
-    """Workers of the next start where there is room for `room`; 0: wait for more.
+def usable_workers(max_workers: int, min_workers: int | None, available_workers: int) -> int:
+    """Return the workers of the next attempt; 0: wait for more.
 
-    Without `least` the number is fixed, and Ray waits for the room by itself.
+    Without `min_workers` the number is fixed, and Ray waits for the resources.
+
     """
-    if least is None:
-        return most
-    fitting = min(most, room)
-    return fitting if fitting >= least else 0
+    if min_workers is None:
+        return max_workers
+    workers = min(max_workers, available_workers)
+    return workers if workers >= min_workers else 0
 
 
-def most_after(placed: bool, workers: int, least: int | None, most: int) -> int:
-    """The most workers of the next start: `most`, but one fewer than the last start had if that could not be placed:
-    what seemed free is in pieces or was taken meanwhile, and the same number would only time out again."""
-    return most if placed or least is None else max(least, workers - 1)
+def next_worker_limit(was_placed: bool, workers: int, min_workers: int | None, max_workers: int) -> int:
+    """Return the maximum workers of the next attempt: `max_workers`, or one fewer than the last attempt if Ray could
+    not place it: the free resources are fragmented or in use, and the same number would time out again."""
+    return max_workers if was_placed or min_workers is None else max(min_workers, workers - 1)
 
 
 @dataclass
-class Growth:
-    """When a run may be started again with more workers: when there has been room for more for `after_s` seconds.
+class GrowthTimer:
+    """Decides when a run restarts with more workers: after the cluster had room for more for `delay_s` seconds.
 
-    Nodes that come and go would only cost restarts, so the cluster must have had that much in every look; and at some
-    look that much must have been free, or the run would be restarted into CPUs that others hold. Not at every look: its
-    own data tasks take CPUs for moments.
+    Nodes that come and go would cost restarts, so every poll must have shown that capacity, and at least one poll must
+    have shown it free; otherwise other jobs hold the CPUs. One poll is enough, since the run's own data tasks take CPUs
+    for moments.
+
     """
 
-    after_s: float
-    since: float | None = None
-    free: int = 0
+    delay_s: float
+    started_at: float | None = None
+    max_free_workers: int = 0
 
-    def look(self, now: float, workers: int, had: int, free: int) -> bool:
-        """`had`, `free`: workers that the cluster would allow if all of it were free, and as it is."""
-        if had <= workers:
-            self.since, self.free = None, 0
+    def should_grow(self, now: float, workers: int, total_workers: int, free_workers: int) -> bool:
+        """Update the timer; return whether to grow. `total_workers`: capacity of the whole cluster; `free_workers`:
+        free now."""
+        if total_workers <= workers:
+            self.started_at, self.max_free_workers = None, 0
             return False
-        self.since = now if self.since is None else self.since
-        self.free = max(self.free, free)
-        if now - self.since < self.after_s:
+        self.started_at = now if self.started_at is None else self.started_at
+        self.max_free_workers = max(self.max_free_workers, free_workers)
+        if now - self.started_at < self.delay_s:
             return False
-        grown, self.since, self.free = self.free > workers, None, 0
-        return grown
+        can_grow, self.started_at, self.max_free_workers = self.max_free_workers > workers, None, 0
+        return can_grow

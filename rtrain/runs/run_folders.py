@@ -1,4 +1,4 @@
-"""Run folders: where a run lives, and what happens when its name is in use."""
+"""Run folders: names, locks, stored configurations, and the rules of a resume."""
 
 import fcntl
 import os
@@ -14,166 +14,177 @@ from rtrain import config as configuration
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.cluster import pricing
 from rtrain.config import Config, Recipe
-from rtrain.config.recipe import STUDENTS as STUDENTS
+from rtrain.config.recipe import STUDENTS_FOLDER as STUDENTS_FOLDER
 from rtrain.core import atomic_write, hub
-from rtrain.core.errors import ConfigError, Problem, UserError, meant
+from rtrain.core.errors import ConfigError, Problem, UserError, suggest_path
 from rtrain.core.run_folder import Run
 from rtrain.data.sources import find
 
 Reuse = Literal["refuse", "resume", "new"]
-SETTINGS = "settings"
-"""The name under which a run or a search keeps the settings that change its weights, as it was started with them."""
-ROWS, FREQUENCY = "train.rows_per_update", "train.aggregation_frequency"
-LEFT_OPEN = ("model.pooling", "train.precision", "distill.teacher_layers")
-"""Settings whose `auto` is decided once for a run. A resume that names `auto` again asks for nothing new."""
+SETTINGS_KEY = "settings"
+"""Key in decisions.json of the initial settings that change the weights."""
+BATCH_SIZE_SETTING, FREQUENCY_SETTING = "train.global_batch_size", "train.aggregation_frequency"
+AUTO_SETTINGS = ("model.pooling", "train.precision", "distill.teacher_layers")
+"""Settings whose `auto` is resolved once for a run. `auto` in a resume changes nothing."""
 
 
-def folder_for(recipe: str, out: str | None, now: float | None = None) -> Path:
-    """`--out` as it stands, else `runs/<recipe>-<time>`; absolute, since rtrain leaves the current folder."""
+def default_run_folder(recipe: str, out: str | None, now: float | None = None) -> Path:
+    """Return `--out`, or `runs/<recipe>-<time>`, as an absolute path, since rtrain changes the current folder."""
     if out is not None:
         return Path(out).expanduser().absolute()
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(now))
     return Path("runs").absolute() / f"{recipe}-{stamp}"
 
 
-def choose(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
-    """The folder to use and the configuration to run. A used name is refused unless it is resumed or numbered.
+def choose_folder(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Config]:
+    """Return the folder and the configuration of a run. A used name is refused unless it is resumed or numbered.
 
-    Writes nothing: the folder is made by `claimed`, once nothing is wrong.
+    Nothing is written: `lock_new_run` creates the folder after all checks.
+
     """
     run = Run(folder)
-    used = run.exists
-    begun = {run.lock, *folder.glob(f".{run.config.name}.*")}  # what a command that was killed in `claimed` leaves
-    if not used and folder.is_dir() and set(folder.iterdir()) - begun:
+    run_exists = run.exists
+    claim_files = {
+        run.lock,
+        *folder.glob(f".{run.config.name}.*"),
+    }  # left by a command that was killed in `lock_new_run`
+    if not run_exists and folder.is_dir() and set(folder.iterdir()) - claim_files:
         raise UserError(f"--out: {folder} is not empty and holds no run; name a new folder", code="not_empty")
-    if not used and reuse == "resume":
-        fix = meant(folder) or "leave --resume out to start one"
+    if not run_exists and reuse == "resume":
+        fix = suggest_path(folder) or "leave --resume out to start one"
         raise UserError(f"--resume: {folder} holds no run to resume; {fix}", code="not_a_run")
-    if used and reuse == "refuse":
+    if run_exists and reuse == "refuse":
         raise UserError(
             f"--out: {folder} holds a run already; write --resume to continue it, or --new for "
-            f"{_numbered(folder).name}",
+            f"{_next_free_folder(folder).name}",
             code="already_exists",
         )
-    if used and reuse == "resume":
-        resumed = _resumed(folder, config)
-        _refuse_cleaned(Run(folder), resumed)
-        return folder, resumed
-    return _numbered(folder) if used else folder, config
+    if run_exists and reuse == "resume":
+        resumed_config = _resume_config(folder, config)
+        _refuse_without_checkpoints(Run(folder), resumed_config)
+        return folder, resumed_config
+    return _next_free_folder(folder) if run_exists else folder, config
 
 
-def absolute(config: Config, resumed: Path | None = None) -> Config:
-    """Paths of the configuration made absolute, since rtrain leaves the current folder before it starts Ray, and hub
-    names given their commit, since tomorrow they may mean another. A run that is `resumed` has commits, and asks none.
+def resolve_paths(config: Config, resumed_run: Path | None = None) -> Config:
+    """Make paths absolute, since rtrain changes the current folder before it starts Ray, and pin hub names to commits.
+
+    A resumed run keeps the commits of its stored configuration.
+
     """
     recipe = config.recipe
     paths: dict[str, object] = {
-        f"data.{name}": _absolute(value)
+        f"data.{name}": _absolute_path(value)
         for name, value in (("path", recipe.data.path), ("valid", recipe.data.valid), ("test", recipe.data.test))
-        # Addresses are told first: a presigned one is longer than a file name may be, and looking for it would fail.
+        # URLs are skipped first: a presigned one is longer than a file name may be, and `exists` would fail.
         if value is not None
         and "://" not in value
         and not find.is_hub_name(value, recipe.data.format)
         and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
     }
     for section in ("compress", "distill"):
-        unlabelled = getattr(recipe, section).unlabelled
-        if unlabelled and not find.is_hub_name(unlabelled, recipe.data.format):
-            paths[f"{section}.unlabelled"] = _absolute(unlabelled)
+        unlabeled_rows_path = getattr(recipe, section).unlabeled_rows_path
+        if unlabeled_rows_path and not find.is_hub_name(unlabeled_rows_path, recipe.data.format):
+            paths[f"{section}.unlabeled_rows_path"] = _absolute_path(unlabeled_rows_path)
     if recipe.distill.teachers:
-        paths["distill.teachers"] = [_absolute(run) for run in recipe.distill.teachers]
-    if resumed is None:
-        paths |= {field: _pinned(kind, name) for field, (kind, name) in hub_names(config).items()}
-    elif Run(resumed).exists:
-        paths |= _taken_over(configuration.load(str(Run(resumed).config)), config)
+        paths["distill.teachers"] = [_absolute_path(run) for run in recipe.distill.teachers]
+    if resumed_run is None:
+        paths |= {field: _pin_commit(kind, name) for field, (kind, name) in hub_names(config).items()}
+    elif Run(resumed_run).exists:
+        paths |= _keep_hub_commits(configuration.load_config(str(Run(resumed_run).config)), config)
     if config.deploy.report.tensorboard_dir is not None:
-        paths["report.tensorboard_dir"] = _absolute(config.deploy.report.tensorboard_dir)
+        paths["report.tensorboard_dir"] = _absolute_path(config.deploy.report.tensorboard_dir)
     if config.deploy.cluster.prices is not None:
-        paths |= _priced(config, _absolute(config.deploy.cluster.prices))
+        paths |= _price_settings(config, _absolute_path(config.deploy.cluster.prices))
     if config.deploy.cluster.storage is not None:
-        paths["cluster.storage"] = _absolute(config.deploy.cluster.storage)
+        paths["cluster.storage"] = _absolute_path(config.deploy.cluster.storage)
     models = {
         "model.name": recipe.model.name,
         "distill.student": recipe.distill.student,
         "augment.paraphrase": recipe.augment.paraphrase,
-        "augment.pivot": recipe.augment.pivot,
+        "augment.back_translation_model": recipe.augment.back_translation_model,
     }
-    paths |= {field: _absolute(name) for field, name in models.items() if name and Path(name).expanduser().is_dir()}
-    return replace(configuration.with_overrides(config, paths), named=config.named)
+    paths |= {
+        field: _absolute_path(name) for field, name in models.items() if name and Path(name).expanduser().is_dir()
+    }
+    return replace(configuration.with_overrides(config, paths), explicit_settings=config.explicit_settings)
 
 
-def _priced(config: Config, file: str) -> dict[str, object]:
-    """The file of prices, and of a worker's hour the price in it, where no setting says it."""
-    worker, tune = pricing.read(Path(file)).get(pricing.WORKER), config.deploy.tune
-    if tune.money is not None and tune.price is None and worker is None:
-        fix = f"add a line to it: {pricing.WORKER}: {{on_demand: 0.04}}"
+def _price_settings(config: Config, file: str) -> dict[str, object]:
+    """Return the price file, and its price of a worker's hour unless a setting has one."""
+    worker, tune = pricing.read_price_file(Path(file)).get(pricing.WORKER_KEY), config.deploy.tune
+    if tune.max_cost is not None and tune.worker_cost_per_hour is None and worker is None:
+        fix = f"add a line to it: {pricing.WORKER_KEY}: {{on_demand: 0.04}}"
         reason = f"{file} has no price of a worker's hour"
-        raise ConfigError([Problem("tune.money", tune.money, reason, fix, code="no_price")])
-    own = worker.on_demand if worker and tune.price is None else tune.price
-    return {"cluster.prices": file, "tune.price": own or None}
+        raise ConfigError([Problem("tune.max_cost", tune.max_cost, reason, fix, code="no_price")])
+    price_per_hour = worker.on_demand if worker and tune.worker_cost_per_hour is None else tune.worker_cost_per_hour
+    return {"cluster.prices": file, "tune.worker_cost_per_hour": price_per_hour or None}
 
 
-def stored(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
-    """The configuration that a run was started with, changed by `overrides`. Only these count as named by the user."""
+def load_config(folder: Path, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Load a run's stored configuration with `overrides`. Only these count as set by the user."""
     if not Run(folder).exists:
-        fix = meant(folder) or "name the folder that --out named"
+        fix = suggest_path(folder) or "name the folder that --out named"
         raise UserError(f"{folder} holds no run; {fix}", code="not_a_run")
-    found = configuration.load(str(Run(folder).config))
-    # A run decides it when it is created, so one that has not is older than the setting. A search leaves it to trials.
-    if Run(folder).first("created") is not None:
-        older = {"model.pooling": "own"} if found.recipe.model.pooling == "auto" else {}
-        if found.recipe.distill.teacher is not None and found.recipe.distill.teacher_layers == "auto":
-            older["distill.teacher_layers"] = "all"
-        found = configuration.with_overrides(found, older)
-    return configuration.with_overrides(replace(found, named=frozenset()), overrides or {})
+    config = configuration.load_config(str(Run(folder).config))
+    # A run resolves it at its creation, so an unresolved one is older than the setting. A search leaves it to its
+    # trials.
+    if Run(folder).first_event("created") is not None:
+        former_defaults = {"model.pooling": "own"} if config.recipe.model.pooling == "auto" else {}
+        if config.recipe.distill.teacher is not None and config.recipe.distill.teacher_layers == "auto":
+            former_defaults["distill.teacher_layers"] = "all"
+        config = configuration.with_overrides(config, former_defaults)
+    return configuration.with_overrides(replace(config, explicit_settings=frozenset()), overrides or {})
 
 
-def freeze(run: Run, config: Config) -> Config:
-    """Make the run folder and write config.yaml, complete and replayable: rows_per_update resolved, paths absolute."""
-    resolved = {ROWS: config.recipe.rows_per_update, FREQUENCY: None}
-    known = run.folder if run.exists else None
-    frozen = configuration.with_overrides(absolute(config, known), resolved)
+def write_frozen_config(run: Run, config: Config) -> Config:
+    """Create the run folder and write config.yaml, complete and replayable: global_batch_size resolved, paths
+    absolute."""
+    resolved_settings = {BATCH_SIZE_SETTING: config.recipe.global_batch_size, FREQUENCY_SETTING: None}
+    existing_run = run.folder if run.exists else None
+    frozen_config = configuration.with_overrides(resolve_paths(config, existing_run), resolved_settings)
     run.folder.mkdir(parents=True, exist_ok=True)
-    atomic_write.write_text(run.config, configuration.to_yaml(frozen))  # whole: where it is, there is a run
-    run.decide(SETTINGS, frozen.recipe.weights())
-    return frozen
+    atomic_write.write_text(run.config, configuration.to_yaml(frozen_config))  # atomic: the file marks a run
+    run.decide_once(SETTINGS_KEY, frozen_config.recipe.weight_settings())
+    return frozen_config
 
 
 @contextmanager
-def claimed(run: Run, reuse: Reuse) -> Iterator[Run]:
-    """The run that this command may write now, held: before the first byte of it is changed, for whoever is refused
-    must leave it as it was.
+def lock_new_run(run: Run, reuse: Reuse) -> Iterator[Run]:
+    """Lock the run before anything in its folder is changed.
 
-    Since `choose` has looked, the rows were read, for hours maybe. A name that another command has taken meanwhile is
-    refused; with `new` the next free number is the run's.
+    Hours may have passed since `choose_folder`, while the rows were read. If another command has created the run
+    meanwhile, it is refused; with reuse `new` the next free number is used.
+
     """
     while True:
         run.folder.mkdir(parents=True, exist_ok=True)
-        with ExitStack() as held:
+        with ExitStack() as lock_stack:
             try:
-                held.enter_context(hold(run))
-                free = reuse == "resume" or not run.exists
+                lock_stack.enter_context(lock(run))
+                is_free = reuse == "resume" or not run.exists
             except UserError:
                 if reuse != "new":
                     raise
-                free = False
-            if free:
+                is_free = False
+            if is_free:
                 yield run
                 return
             if reuse == "refuse":
                 raise UserError(
-                    f"--out: {run} was begun by another command meanwhile; write --new for another run",
+                    f"--out: {run} was created by another command meanwhile; write --new for another run",
                     code="already_exists",
                 )
-        run = Run(_numbered(run.folder))
+        run = Run(_next_free_folder(run.folder))
 
 
 @contextmanager
-def hold(run: Run) -> Iterator[None]:
-    """The run is this process's own: a second one that trains it, by any name of its folder, is refused.
+def lock(run: Run) -> Iterator[None]:
+    """Lock the run: a second process that trains it, by any path, is refused.
 
-    A lock (flock) that the kernel takes back however the process ends; shared storage must know locks between machines
-    (NFS version 4 does) for it to count there.
+    The kernel releases the lock (flock) however the process ends. Between machines it needs shared storage with locks
+    (NFS version 4).
+
     """
     with run.lock.open("a+") as file:
         try:
@@ -181,7 +192,8 @@ def hold(run: Run) -> Iterator[None]:
         except BlockingIOError:
             file.seek(0)
             raise UserError(
-                f"--out: {run} is being trained by {file.read() or 'another process'}; wait until it has ended, "
+                f"--out: {run} is being trained by {file.read() or 'another process'}; wait until it "
+                "ends, "
                 "or write --new for another run",
                 code="in_use",
             ) from None
@@ -193,138 +205,171 @@ def hold(run: Run) -> Iterator[None]:
         yield
 
 
-def hub_names(config: Config) -> dict[str, tuple[hub.Kind, str]]:
-    """(kind, name) by setting, of the settings that name something on the hub."""
+def hub_names(config: Config) -> dict[str, tuple[hub.RepoType, str]]:
+    """Return (kind, name) of the settings that name a hub repository, by setting."""
     recipe, data = config.recipe, config.recipe.data
     rows = {
         "data.path": data.path,
         "data.valid": data.valid,
         "data.test": data.test,
-        "compress.unlabelled": recipe.compress.unlabelled,
-        "distill.unlabelled": recipe.distill.unlabelled,
+        "compress.unlabeled_rows_path": recipe.compress.unlabeled_rows_path,
+        "distill.unlabeled_rows_path": recipe.distill.unlabeled_rows_path,
     }
     models = {
         "model.name": recipe.model.name,
         "augment.paraphrase": recipe.augment.paraphrase,
-        "augment.pivot": recipe.augment.pivot,
+        "augment.back_translation_model": recipe.augment.back_translation_model,
     }
     return {
         **{field: ("dataset", name) for field, name in rows.items() if name and find.is_hub_name(name, data.format)},
         **{
             field: ("model", name)
             for field, name in models.items()
-            if name and name != hub.PACKAGED and hub.is_name(name)
+            if name and name != hub.PACKAGED_MODEL and hub.is_hub_name(name)
         },
     }
 
 
-def _pinned(kind: hub.Kind, name: str) -> str:
+def _pin_commit(kind: hub.RepoType, name: str) -> str:
     try:
-        return hub.pinned(kind, name)
-    except hub.Refused:
-        return name  # told with all that is wrong, when the files are looked for
+        return hub.pin_revision(kind, name)
+    except hub.HubError:
+        return name  # reported with all problems when the files are opened
 
 
-def _taken_over(old: Config, new: Config) -> dict[str, object]:
-    """Settings of a resume that name the same things on the hub, at the commits that the run was started with."""
-    known = hub_names(old)
+def _keep_hub_commits(stored_config: Config, new_config: Config) -> dict[str, object]:
+    """Return the hub names of a resume that match stored ones, at the stored commits."""
+    stored_names = hub_names(stored_config)
     return {
-        field: known[field][1]
-        for field, (_, name) in hub_names(new).items()
-        if field in known and hub.takes_over(name, known[field][1])
+        field: stored_names[field][1]
+        for field, (_, name) in hub_names(new_config).items()
+        if field in stored_names and hub.matches_pinned(name, stored_names[field][1])
     }
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     return path if "://" in path else str(Path(path).expanduser().absolute())
 
 
-def _numbered(folder: Path) -> Path:
+def _next_free_folder(folder: Path) -> Path:
     number = 2
     while (candidate := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
     return candidate
 
 
-def asked_of(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a resume names, without those that leave open what the run has decided: that stays."""
-    decided = (*LEFT_OPEN, *(["train.strategy"] if run.first("strategy") else []))
-    return {name: value for name, value in settings.items() if not (name in decided and value == "auto")}
+def resume_overrides(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a resume without `auto` values that the run has resolved."""
+    decided_settings = (*AUTO_SETTINGS, *(["train.strategy"] if run.first_event("strategy") else []))
+    return {name: value for name, value in settings.items() if not (name in decided_settings and value == "auto")}
 
 
-def _resumed(folder: Path, new: Config) -> Config:
-    """The stored run with what `new` names; what would change its weights is refused by name."""
-    old = stored(folder)
-    _refuse_edited(Run(folder), configuration.load(str(Run(folder).config)).recipe)
-    new = replace(configuration.with_overrides(new, _taken_over(old, new)), named=new.named)
-    named = {name: value for name, value in configuration.flat(new).items() if name in new.named}
-    asked = asked_of(Run(folder), named)
-    # Where neither is asked for, they are the run's own: another number of workers must not change its rows.
-    if any(asked.get(name) is not None for name in (ROWS, FREQUENCY)):
-        asked = {ROWS: None, FREQUENCY: None, **asked}
+def _resume_config(folder: Path, new_config: Config) -> Config:
+    """Return the stored configuration with the settings of `new_config`. Raises `ConfigError` for changes of weight
+    settings."""
+    old_config = load_config(folder)
+    _refuse_edited_config(Run(folder), configuration.load_config(str(Run(folder).config)).recipe)
+    new_config = replace(
+        configuration.with_overrides(new_config, _keep_hub_commits(old_config, new_config)),
+        explicit_settings=new_config.explicit_settings,
+    )
+    named_settings = {
+        name: value
+        for name, value in configuration.flatten_config(new_config).items()
+        if name in new_config.explicit_settings
+    }
+    overrides = resume_overrides(Run(folder), named_settings)
+    # If neither is set, the stored values stay: another number of workers must not change the rows of a step.
+    if any(overrides.get(name) is not None for name in (BATCH_SIZE_SETTING, FREQUENCY_SETTING)):
+        overrides = {BATCH_SIZE_SETTING: None, FREQUENCY_SETTING: None, **overrides}
     else:
-        asked = {name: value for name, value in asked.items() if name not in (ROWS, FREQUENCY)}
-    document = configuration.to_document(old)
-    for name, value in asked.items():
-        configuration.put(document, name, value)
-    recipe = Recipe.model_validate({name: document[name] for name in configuration.RECIPE_FIELDS})
-    before, after = (configuration.dotted(found.weights()) for found in (old.recipe, recipe))
-    was, wanted = {**configuration.flat(old), **before}, {**configuration.dotted(document), **after}
-    changed = [name for name in was if was[name] != wanted[name] and before.get(name) != after.get(name)]
-    if recipe.name != old.recipe.name:  # it changes no weight, and shows that another run was meant
-        changed.insert(0, "name")
-    if changed:
-        fixes = {ROWS: f"set {ROWS}={was.get(ROWS)} and {FREQUENCY}=null, or start another run"}
+        overrides = {
+            name: value for name, value in overrides.items() if name not in (BATCH_SIZE_SETTING, FREQUENCY_SETTING)
+        }
+    recipe_document = configuration.to_document(old_config)
+    for name, value in overrides.items():
+        configuration.set_setting(recipe_document, name, value)
+    recipe = Recipe.model_validate({name: recipe_document[name] for name in configuration.RECIPE_FIELDS})
+    old_weights, new_weights = (
+        configuration.flatten_document(match.weight_settings()) for match in (old_config.recipe, recipe)
+    )
+    old_values, new_values = (
+        {**configuration.flatten_config(old_config), **old_weights},
+        {**configuration.flatten_document(recipe_document), **new_weights},
+    )
+    changed_settings = [
+        name
+        for name in old_values
+        if old_values[name] != new_values[name] and old_weights.get(name) != new_weights.get(name)
+    ]
+    if recipe.name != old_config.recipe.name:  # it changes no weight, but another run was meant
+        changed_settings.insert(0, "name")
+    if changed_settings:
+        fixes = {
+            BATCH_SIZE_SETTING: f"set {BATCH_SIZE_SETTING}={old_values.get(BATCH_SIZE_SETTING)} and "
+            f"{FREQUENCY_SETTING}=null, or start another run"
+        }
         problems = [
             Problem(
                 name,
-                wanted[name],
-                f"the run was started with {was[name]!r}",
+                new_values[name],
+                f"the run was started with {old_values[name]!r}",
                 fixes.get(name, "leave it out, or start another run"),
                 code="changed_setting",
             )
-            for name in changed
+            for name in changed_settings
         ]
-        way_on = f"The same command with --new in place of --resume starts another run, {_numbered(folder).name}."
-        raise ConfigError(problems, way_on)
-    asked |= {ROWS: old.recipe.rows_per_update, FREQUENCY: None}
-    return replace(configuration.with_overrides(old, asked), named=new.named)
+        hint = f"The same command with --new in place of --resume starts another run, {_next_free_folder(folder).name}."
+        raise ConfigError(problems, hint)
+    overrides |= {BATCH_SIZE_SETTING: old_config.recipe.global_batch_size, FREQUENCY_SETTING: None}
+    return replace(configuration.with_overrides(old_config, overrides), explicit_settings=new_config.explicit_settings)
 
 
-def _refuse_edited(run: Run, recipe: Recipe) -> None:
-    """Raise `ConfigError` if config.yaml has other settings than the run was started with, and they change weights."""
-    before = configuration.dotted(run.decisions.get(SETTINGS, {}))
-    after = configuration.dotted(recipe.weights())
+def _refuse_edited_config(run: Run, recipe: Recipe) -> None:
+    """Raise `ConfigError` if weight settings in config.yaml were edited after the start of the run."""
+    stored_weights = configuration.flatten_document(run.decisions.get(SETTINGS_KEY, {}))
+    current_weights = configuration.flatten_document(recipe.weight_settings())
     fix = f"put it back in {run.config}, or start another run from that file with --new"
     problems = [
-        Problem(name, after.get(name), f"the run was started with {before.get(name)!r}", fix, code="changed_setting")
-        for name in sorted(before.keys() | after.keys() if before else ())
-        if before.get(name) != after.get(name)
+        Problem(
+            name,
+            current_weights.get(name),
+            f"the run was started with {stored_weights.get(name)!r}",
+            fix,
+            code="changed_setting",
+        )
+        for name in sorted(stored_weights.keys() | current_weights.keys() if stored_weights else ())
+        if stored_weights.get(name) != current_weights.get(name)
     ]
     if problems:
         raise ConfigError(problems)
 
 
-def _refuse_cleaned(run: Run, config: Config) -> None:
-    """Raise `UserError` for a run whose checkpoints `rtrain clean` has removed, or that came without them: it would
-    begin again with its first update. One with an artefact has nothing left to train, and one with a copy in storage
-    goes on from there."""
-    told = [event for event in run.events("cleaned", "imported") if _lost_checkpoints(event)]
-    if not told or run.finished or config.deploy.cluster.storage or checkpoint_format.updates(run.checkpoints):
+def _refuse_without_checkpoints(run: Run, config: Config) -> None:
+    """Raise `UserError` if `rtrain clean` has removed the checkpoints, or an import came without them: the run would
+    start at step 0. A finished run needs none, and a run with a remote copy resumes from it."""
+    removal_events = [event for event in run.events("cleaned", "imported") if _removes_checkpoints(event)]
+    if (
+        not removal_events
+        or run.is_finished
+        or config.deploy.cluster.storage
+        or checkpoint_format.list_steps(run.checkpoints)
+    ):
         return
-    event = told[-1]
+    event = removal_events[-1]
     day = time.strftime("%Y-%m-%d %H:%M", time.localtime(event["time"]))
-    why = (
+    reason = (
         f"removed by rtrain clean on {day}" if event["kind"] == "cleaned" else f"not carried by rtrain import on {day}"
     )
     raise UserError(
-        f"--resume: the checkpoints of {run} were {why}, so there is nothing to go on from; "
-        f"write --new in place of --resume to train {_numbered(run.folder).name} from the start",
+        f"--resume: the checkpoints of {run} were {reason}, so it cannot be resumed; "
+        f"write --new in place of --resume to train {_next_free_folder(run.folder).name} from the start",
         code="no_checkpoints",
     )
 
 
-def _lost_checkpoints(event: Mapping[str, Any]) -> bool:
-    """Whether checkpoints went with it: a removal may have been of leftovers alone, and one of a whole run names `.`"""
-    removed = event.get("removed", [])
-    return event["kind"] == "imported" or any(name == "." or name.startswith("checkpoints") for name in removed)
+def _removes_checkpoints(event: Mapping[str, Any]) -> bool:
+    """Return whether the event removed checkpoints. A removal of leftovers does not; a removal of a whole run lists
+    `.`"""
+    removed_paths = event.get("removed", [])
+    return event["kind"] == "imported" or any(name == "." or name.startswith("checkpoints") for name in removed_paths)

@@ -1,8 +1,8 @@
-"""Notice to a running start: end after the coming update, with a checkpoint. Given where nodes go or come, and where
-the driver is told that its time is nearly up.
+"""Stop requests: end an attempt after the current step, with a checkpoint.
 
-The driver watches the cluster and leaves a file in the run folder; rank 0 looks for it before each update and tells the
-other workers in the exchange that counts the rows, so that all of them end after the same update.
+The driver watches the cluster and receives signals; it writes a file in the run folder. Rank 0 polls the file and
+broadcasts it in the all-reduce that counts the rows, so all ranks stop after the same step.
+
 """
 
 import contextlib
@@ -16,204 +16,230 @@ from types import FrameType
 from typing import Any, Self
 
 from rtrain.cluster import autoscaler_requests, capacity
-from rtrain.cluster.autoscaler_requests import Place
-from rtrain.core.errors import TryAgain
+from rtrain.cluster.autoscaler_requests import ResourceBundle
+from rtrain.core.errors import TemporaryFailureError
 from rtrain.core.run_folder import Run
 from rtrain.runs import resource_leases
-from rtrain.runs.recovery import Growth, workers_for
+from rtrain.runs.recovery import GrowthTimer, usable_workers
 
-WAITING = "waiting"
-"""The event of a start that waits for nodes."""
-ASKED = "asked"
-"""The reason of a notice that follows a signal to the command: it ends with its runs, to be gone on with."""
+WAITING_EVENT = "waiting"
+"""Kind of the event of a run that waits for nodes."""
+SIGNALED = "signaled"
+"""Reason after a signal to the command: its runs stop and can be resumed."""
 DIVERGED = "diverged"
-"""The reason of a notice that a search gives: the run ends there, and nothing starts it again."""
-Wanted = Callable[[Sequence[capacity.Host]], int]
-"""How many workers a start may have on such nodes; 0 means that it waits for more."""
+"""Reason of a search: the trial has diverged and is not resumed."""
+WorkerCount = Callable[[Sequence[capacity.NodeSpec]], int]
+"""Number of workers of an attempt on these nodes; 0: wait for more."""
 
-LOOK_EVERY_S = 1.0
-GROW_AFTER_S = 10.0
-"""New CPUs must stay this long before a run is restarted on them: nodes that come and go would only cost restarts."""
-SAY_EVERY_S = 30.0
+POLL_INTERVAL_S = 1.0
+GROW_DELAY_S = 10.0
+"""Seconds that new CPUs must stay before a run restarts on them: nodes that come and go would cost restarts."""
+WAIT_EVENT_INTERVAL_S = 30.0
 
 
-def give(run: Run, reason: str) -> None:
-    """Whole or not at all: a search gives it again and again, while the driver of its trial takes it."""
-    draft = run.notice.with_name(f".{run.notice.name}.{threading.get_native_id()}")
+def request_stop(run: Run, reason: str) -> None:
+    """Write the request atomically: a search may repeat it while the driver of its trial consumes it."""
+    draft = run.stop_request.with_name(f".{run.stop_request.name}.{threading.get_native_id()}")
     draft.write_text(reason)
-    draft.replace(run.notice)
+    draft.replace(run.stop_request)
 
 
-def given(run: Run) -> bool:
-    return run.notice.is_file()
+def stop_requested(run: Run) -> bool:
+    return run.stop_request.is_file()
 
 
-def take(run: Run) -> str | None:
-    """Read the reason of a notice, if there is one, and remove it."""
-    reason = run.notice.read_text() if given(run) else None
-    run.notice.unlink(missing_ok=True)
+def consume_stop(run: Run) -> str | None:
+    """Remove the stop request and return its reason, or None."""
+    reason = run.stop_request.read_text() if stop_requested(run) else None
+    run.stop_request.unlink(missing_ok=True)
     return reason
 
 
-class Look:
-    """Looks for a notice once a second, in a thread, inside a `with` block. All ranks wait for rank 0 before each step,
-    and a shared folder may answer late."""
+class StopRequestPoller:
+    """Polls for a stop request once a second, in a thread: all ranks wait for rank 0 before each step, and a shared
+    folder may respond late. Use as a context manager."""
 
     def __init__(self, run: Run):
-        self._run, self._given, self._done = run, threading.Event(), threading.Event()
+        self._run, self._requested, self._stopped = run, threading.Event(), threading.Event()
 
     @property
-    def is_given(self) -> bool:
-        return self._given.is_set()
+    def is_requested(self) -> bool:
+        return self._requested.is_set()
 
-    def __enter__(self) -> "Look":
-        threading.Thread(target=self._look, daemon=True, name="rtrain-notice").start()
+    def __enter__(self) -> "StopRequestPoller":
+        threading.Thread(target=self._poll, daemon=True, name="rtrain-stop-request").start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
+        self._stopped.set()
 
-    def _look(self) -> None:
-        while not self.is_given:
-            with contextlib.suppress(OSError):  # the next look may do better
-                if given(self._run):
-                    self._given.set()
-            if self._done.wait(LOOK_EVERY_S):
+    def _poll(self) -> None:
+        while not self.is_requested:
+            with contextlib.suppress(OSError):  # the next poll may succeed
+                if stop_requested(self._run):
+                    self._requested.set()
+            if self._stopped.wait(POLL_INTERVAL_S):
                 return
 
 
-class AskedToEnd(TryAgain):
-    """The command was asked to end, and what it trains is saved."""
+class StoppedByRequest(TemporaryFailureError):
+    """The command was stopped by a request, after a checkpoint."""
 
-    code = "asked_to_end"
+    code = "stop_requested"
 
 
-class Asked:
-    """While it is entered, SIGUSR1 asks the run to end after the coming update: a batch system sends a signal some time
-    before it ends a job. SIGTERM, which means at once, is left alone.
+class StopOnSignal:
+    """Requests a stop on SIGUSR1, which batch systems send some time before they end a job. SIGTERM is not handled. Use
+    as a context manager.
 
-    Python takes signals in the main thread alone; entered in another (a trial of a search), it hears of none. A search
-    hears for its trials, and has no run of its own that could be given notice.
+    Python handles signals in the main thread alone, so in another thread (a trial of a search) it does nothing. A
+    search handles the signal for its trials, without a run of its own.
+
     """
 
     def __init__(self, run: Run | None = None):
         self._run = run
-        self.given = False
-        """Stays true between two starts, where the notice itself is taken away."""
+        self.is_requested = False
+        """Stays true between two attempts, when the file is removed."""
 
     def __enter__(self) -> Self:
-        self._main = threading.current_thread() is threading.main_thread()
-        if self._main:
-            self._before = signal.signal(signal.SIGUSR1, self._hear)
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        if self._in_main_thread:
+            self._previous_handler = signal.signal(signal.SIGUSR1, self._handle_signal)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._main:
-            signal.signal(signal.SIGUSR1, self._before)
+        if self._in_main_thread:
+            signal.signal(signal.SIGUSR1, self._previous_handler)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        self.given = True
+    def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        self.is_requested = True
         if self._run is not None:
-            give(self._run, ASKED)
+            request_stop(self._run, SIGNALED)
 
 
-class Waiting:
-    """Says of a run that it waits for nodes: with which it could go on, and for how long it has waited.
+class NodeWait:
+    """Logs `waiting` events of a run that waits for nodes. A search reads them from the logs of its trials."""
 
-    Logged: a search follows the logs of its trials, and has no other word of them.
-    """
+    def __init__(
+        self, run: Run, needs: capacity.ResourceRequest, requested_places: Callable[[], Sequence[ResourceBundle]]
+    ):
+        """`requested_places`: the resources requested from an autoscaler."""
+        self._run, self.needs, self._requested_places = run, needs, requested_places
+        self.reset()
 
-    def __init__(self, run: Run, needs: capacity.Needs, asked: Callable[[], Sequence[Place]]):
-        """`asked`: what an autoscaler is asked for meanwhile."""
-        self._run, self.needs, self._asked = run, needs, asked
-        self.over()
+    def reset(self) -> None:
+        """Restart the waiting time."""
+        self._started_at, self._reported_at = time.monotonic(), -math.inf
 
-    def over(self) -> None:
-        """It waits no more, or has not begun to."""
-        self._since, self._said = time.monotonic(), -math.inf
-
-    def look(self, workers: int | None, patience_s: float) -> None:
-        """Say so, not before it has waited for `patience_s`, and not too often; see `say`."""
+    def report_if_due(self, workers: int | None, delay_s: float) -> None:
+        """Report after `delay_s` of waiting, and at most once per `WAIT_EVENT_INTERVAL_S`."""
         now = time.monotonic()
-        if now - self._since >= patience_s and now - self._said >= SAY_EVERY_S:
-            self.say(workers)
+        if now - self._started_at >= delay_s and now - self._reported_at >= WAIT_EVENT_INTERVAL_S:
+            self.report(workers)
 
-    def say(self, workers: int | None) -> None:
-        """`workers`: those that it waits for; None for the least number."""
-        self._said = time.monotonic()
-        nodes = capacity.free()
-        has, free = (self.needs.offered(hosts).places for hosts in (capacity.up(), nodes))
-        # Ray places many processes one after the other, and starts them so: minutes, where each node starts one.
-        starting = workers is not None and self.needs.most(nodes, workers) == workers
-        may, asked = capacity.may_start(), self._asked()
-        more = {"asked": autoscaler_requests.told(asked, may, self._said - self._since)} if may.kinds and asked else {}
-        needs = capacity.NEEDS[self.needs.device]
-        self._run.append(WAITING, workers=workers, needs=needs, has=has, free=free, starting=starting, **more)
+    def report(self, workers: int | None) -> None:
+        """Log the event. `workers`: the awaited number; None for the minimum."""
+        self._reported_at = time.monotonic()
+        free_nodes = capacity.available_nodes()
+        total_workers, free_workers = (
+            self.needs.capacity_of(hosts).worker_slots for hosts in (capacity.live_nodes(), free_nodes)
+        )
+        # Ray starts the processes of a group one after the other, which may take minutes.
+        is_starting = workers is not None and self.needs.max_workers(free_nodes, workers) == workers
+        autoscaler_limits, places = capacity.autoscaler_limits(), self._requested_places()
+        request_fields = (
+            {
+                "autoscaler_request": autoscaler_requests.describe_request(
+                    places, autoscaler_limits, self._reported_at - self._started_at
+                )
+            }
+            if autoscaler_limits.node_types and places
+            else {}
+        )
+        resource_name = capacity.WORKER_RESOURCE[self.needs.device]
+        self._run.append_event(
+            WAITING_EVENT,
+            workers=workers,
+            needs=resource_name,
+            total_workers=total_workers,
+            free_workers=free_workers,
+            is_starting=is_starting,
+            **request_fields,
+        )
 
 
-class Watch:
-    """While it is entered, watches the cluster for one start of a run, from a thread of the driver."""
+class ClusterMonitor:
+    """Watches the cluster during an attempt, from a thread of the driver. Use as a context manager."""
 
     def __init__(
         self,
         run: Run,
         workers: int,
-        wanted: Wanted,
-        say: Callable[[dict[str, Any]], None],
-        waiting: Waiting,
-        ask: Callable[[], None] = lambda: None,
+        count_usable_workers: WorkerCount,
+        on_event: Callable[[dict[str, Any]], None],
+        node_wait: NodeWait,
+        repeat_request: Callable[[], None] = lambda: None,
     ):
-        """`ask` repeats what the run asks the autoscaler for."""
-        self._run, self._workers, self._wanted, self._say = run, workers, wanted, say
-        self._waiting, self._ask = waiting, ask
-        self.nodes: set[str] = set()
-        """Ids of the nodes that have had workers of this start."""
-        self._growth = Growth(GROW_AFTER_S)
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True, name="rtrain-watch")
+        """`repeat_request` repeats the run's request to the autoscaler."""
+        self._run, self._workers, self._count_usable_workers, self._on_event = (
+            run,
+            workers,
+            count_usable_workers,
+            on_event,
+        )
+        self._node_wait, self._repeat_request = node_wait, repeat_request
+        self.used_nodes: set[str] = set()
+        """Ids of the nodes that had workers of this attempt."""
+        self._growth = GrowthTimer(GROW_DELAY_S)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._poll, daemon=True, name="rtrain-watch")
 
     def __enter__(self) -> None:
         self._thread.start()
 
     def __exit__(self, *_: object) -> None:
-        # Before the session ends: a thread must not be inside Ray's core then.
-        self._done.set()
+        # Before the Ray session ends: no thread may be inside Ray's core then.
+        self._stopped.set()
         self._thread.join()
 
-    def _look(self) -> None:
-        failed = False
-        while not self._done.wait(LOOK_EVERY_S):
+    def _poll(self) -> None:
+        has_failed = False
+        while not self._stopped.wait(POLL_INTERVAL_S):
             try:
-                self._once()
-            except Exception as error:  # the next look may do better; without any, no preemption would be noticed
-                if not failed:
-                    failed = True
-                    text = f"a look at the cluster's nodes failed ({type(error).__name__}: {error}); looking on"
-                    self._say({"kind": "stage", "text": text})
+                self._check_cluster()
+            except Exception as error:  # the next poll may succeed; without any, no preemption would be noticed
+                if not has_failed:
+                    has_failed = True
+                    message = f"polling the cluster's nodes failed ({type(error).__name__}: {error}); retrying"
+                    self._on_event({"kind": "stage", "text": message})
 
-    def _once(self) -> None:
-        self._ask()  # always: a request that nobody repeats ends while workers start, or save
-        own = resource_leases.workers_by_node(self._run)
-        self.nodes |= own.keys()
-        if own:
-            self._waiting.over()
+    def _check_cluster(self) -> None:
+        self._repeat_request()  # always: a request that is not repeated expires while workers start or save
+        workers_by_node = resource_leases.workers_by_node(self._run)
+        self.used_nodes |= workers_by_node.keys()
+        if workers_by_node:
+            self._node_wait.reset()
         else:
-            self._waiting.look(self._workers, SAY_EVERY_S)
-        if not own or given(self._run):
+            self._node_wait.report_if_due(self._workers, WAIT_EVENT_INTERVAL_S)
+        if not workers_by_node or stop_requested(self._run):
             return
-        if own.keys() & capacity.leaving():
-            give(self._run, "preemption")
+        if workers_by_node.keys() & capacity.draining_node_ids():
+            request_stop(self._run, "preemption")
             return
-        had = self._wanted(capacity.up())
-        free = self._wanted(capacity.free(own, self._waiting.needs))
-        if self._growth.look(time.monotonic(), self._workers, had, free):
-            give(self._run, "resize")
+        total_workers = self._count_usable_workers(capacity.live_nodes())
+        free_workers = self._count_usable_workers(capacity.available_nodes(workers_by_node, self._node_wait.needs))
+        if self._growth.should_grow(time.monotonic(), self._workers, total_workers, free_workers):
+            request_stop(self._run, "resize")
 
 
-def wanted(most: int, least: int | None, needs: capacity.Needs) -> Wanted:
-    """Workers that nodes allow, beside the data tasks of as many; see `recovery.workers_for`."""
-    return partial(_wanted, most, least, needs)
+def make_worker_count(max_workers: int, min_workers: int | None, needs: capacity.ResourceRequest) -> WorkerCount:
+    """Return a function that counts the workers that fit on nodes, with their data tasks; see
+    `recovery.usable_workers`."""
+    return partial(_count_workers, max_workers, min_workers, needs)
 
 
-def _wanted(most: int, least: int | None, needs: capacity.Needs, hosts: Sequence[capacity.Host]) -> int:
-    return workers_for(most, least, needs.most(hosts))
+def _count_workers(
+    max_workers: int, min_workers: int | None, needs: capacity.ResourceRequest, hosts: Sequence[capacity.NodeSpec]
+) -> int:
+    return usable_workers(max_workers, min_workers, needs.max_workers(hosts))

@@ -1,10 +1,11 @@
-"""A run on a smaller vocabulary: its model is cut to the pieces of its training rows, and its rows are read by that.
+"""Trim a model's vocabulary to the tokens of the training rows, before a run.
 
-<root>/.vocabularies/<address>/     the trimmed model, a Transformers folder; the address is made from the whole model
+<root>/.vocabularies/<address>/     the trimmed model, a Transformers folder; the address is a digest of the full model
                                     and the rows
 
-The rows are first read by the whole tokenizer, into a token store that a teacher's run has made already, then by the
+The rows are tokenized by the full tokenizer first (often into a store that a teacher's run has built), then by the
 trimmed one.
+
 """
 
 from collections import Counter
@@ -24,104 +25,126 @@ from rtrain.models import vocab_trimming
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 
-FOLDER = ".vocabularies"
-EVENT = "vocabulary"
-SETTING = "compress.unlabelled"
-BLOCK = 8192
-"""Rows of a store that are looked at a time."""
+VOCABULARIES_FOLDER = ".vocabularies"
+VOCABULARY_EVENT = "vocabulary"
+UNLABELLED_SETTING = "compress.unlabeled_rows_path"
+BLOCK_ROWS = 8192
+"""Rows of a store that are read at a time."""
 
 
-def trimmed(recipe: Recipe, source: row_reader.Source, weights: Path, root: Path) -> Path:
-    """The folder of the model to train: `weights`, or its trimmed copy under `root` where `compress.vocabulary` says
-    so. Needs Ray only where the rows were not read by the whole tokenizer before.
+def trim_model(recipe: Recipe, source: row_reader.DataSource, weights: Path, root: Path) -> Path:
+    """Return the folder of the model to train: `weights`, or its trimmed copy under `root` by `compress.vocabulary`.
 
-    Where every piece is needed, it is `weights` too.
+    It is `weights` if every token is needed. Ray is needed only if the rows were not tokenized before.
+
     """
     if recipe.compress.vocabulary == "keep":
         return weights
-    settings, more = recipe.compress, further(recipe)
-    most = [] if settings.vocabulary_most is None else [settings.vocabulary_most]
-    made_of = builder.digest(recipe, source, weights), settings.vocabulary_pieces, more and more.digest(), *most
-    final = root / FOLDER / vocab_trimming.address(weights, *made_of)
-    if final.is_dir():
-        return final
-    labelled, taught = unlabeled.parted(source)
-    store, _ = builder.ensure(recipe, labelled, weights, root)
-    counts = counted(store) + counted_by(taught, recipe, weights)
-    if more is not None:
-        counts += counted_by(more, recipe, weights)
-    ids = chosen(recipe, weights, counts)
-    return weights if len(ids) == vocab_trimming.size(weights) else vocab_trimming.trim(weights, ids, final)
+    settings, extra_source = recipe.compress, open_unlabeled(recipe)
+    max_size = [] if settings.max_vocab_size is None else [settings.max_vocab_size]
+    address_parts = (
+        builder.compute_digest(recipe, source, weights),
+        settings.min_vocab_size,
+        extra_source and extra_source.digest(),
+        *max_size,
+    )
+    trimmed_folder = root / VOCABULARIES_FOLDER / vocab_trimming.cache_key(weights, *address_parts)
+    if trimmed_folder.is_dir():
+        return trimmed_folder
+    labeled_source, unlabeled_source = unlabeled.split_source(source)
+    store, _ = builder.build_or_open(recipe, labeled_source, weights, root)
+    counts = count_ids(store) + count_text_ids(unlabeled_source, recipe, weights)
+    if extra_source is not None:
+        counts += count_text_ids(extra_source, recipe, weights)
+    ids = choose_ids(recipe, weights, counts)
+    return (
+        weights
+        if len(ids) == vocab_trimming.vocabulary_size(weights)
+        else vocab_trimming.trim(weights, ids, trimmed_folder)
+    )
 
 
-def chosen(recipe: Recipe, folder: Path, counts: Mapping[int, int]) -> list[int]:
-    """The ids of a model's vocabulary that stay by the settings `compress`; `counts`: how often rows use each."""
+def choose_ids(recipe: Recipe, folder: Path, counts: Mapping[int, int]) -> list[int]:
+    """Return the ids of a model's vocabulary to keep by the `compress` settings. `counts`: frequency of each id."""
     settings = recipe.compress
-    numbers = vocab_trimming.by_frequency(counts)
-    return vocab_trimming.kept(folder, numbers, settings.vocabulary_pieces, settings.vocabulary_most)
+    ids_by_frequency = vocab_trimming.sort_by_frequency(counts)
+    return vocab_trimming.select_folder_ids(folder, ids_by_frequency, settings.min_vocab_size, settings.max_vocab_size)
 
 
-def counted(store: Store, split: str = "train") -> Counter[int]:
-    """How often each id occurs in the rows of a split."""
-    found: Counter[int] = Counter()
-    for first in range(0, store.rows(split), BLOCK):
-        positions = np.arange(first, min(first + BLOCK, store.rows(split)), dtype=np.int64)
-        ids, times = np.unique(store.read(split, positions).ids, return_counts=True)
-        found.update(dict(zip(ids.tolist(), times.tolist(), strict=True)))
-    return found
+def count_ids(store: Store, split: str = "train") -> Counter[int]:
+    """Count each id in the rows of a split."""
+    counts: Counter[int] = Counter()
+    for block_start in range(0, store.num_rows(split), BLOCK_ROWS):
+        positions = np.arange(block_start, min(block_start + BLOCK_ROWS, store.num_rows(split)), dtype=np.int64)
+        ids, times = np.unique(store.read_tokens(split, positions).ids, return_counts=True)
+        counts.update(dict(zip(ids.tolist(), times.tolist(), strict=True)))
+    return counts
 
 
-def further(recipe: Recipe) -> row_reader.Source | None:
-    """The files of `compress.unlabelled`. Raises `ConfigError` with every problem found."""
-    if recipe.compress.unlabelled is None:
+def open_unlabeled(recipe: Recipe) -> row_reader.DataSource | None:
+    """Return the files of `compress.unlabeled_rows_path`. Raises `ConfigError` with all problems."""
+    if recipe.compress.unlabeled_rows_path is None:
         return None
-    return unlabeled.inspect(recipe.data, recipe.compress.unlabelled, SETTING)
+    return unlabeled.inspect_unlabeled(recipe.data, recipe.compress.unlabeled_rows_path, UNLABELLED_SETTING)
 
 
-def counted_by(source: row_reader.Source, recipe: Recipe, weights: Path) -> Counter[int]:
-    """How often each id occurs in the texts of rows without labels, read to their ends. Rows without a text are passed
-    over."""
-    tokenizer = load_tokenizer(weights, 1, reads_special=base.get(recipe.task).reads_special)
+def count_text_ids(source: row_reader.DataSource, recipe: Recipe, weights: Path) -> Counter[int]:
+    """Count each id in the full texts of unlabeled rows. Rows without a text are skipped."""
+    tokenizer = load_tokenizer(weights, 1, parses_special_tokens=base.get_task(recipe.task).parses_special_tokens)
     tokenizer.no_truncation()
     data = unlabeled.without_labels(recipe.data, None)
-    rows = (row for piece in source.pieces for row in row_reader.read(piece, data) if row.reason is None)
-    return vocab_trimming.counted_by(tokenizer, (text for row in rows for text in (row.text, row.pair) if text))
+    rows = (row for piece in source.files for row in row_reader.read_rows(piece, data) if row.reason is None)
+    return vocab_trimming.count_tokens(tokenizer, (text for row in rows for text in (row.text, row.pair) if text))
 
 
-def told(
-    run: Run, recipe: Recipe, source: row_reader.Source, whole: Path, weights: Path, store: Store, root: Path
+def event_fields(
+    run: Run, recipe: Recipe, source: row_reader.DataSource, full_weights: Path, weights: Path, store: Store, root: Path
 ) -> dict[str, Any]:
-    """What a run's log says of its vocabulary: `pieces` of `of`, and by split how many rows are read otherwise
-    (`changed`); and where its model is. The rows are counted once for a run."""
-    if known := lineage(run):
-        return {**known[EVENT], "model": str(weights)}
-    made = vocab_trimming.read(weights)
-    assert made is not None  # by `trimmed`
-    before, _ = builder.ensure(recipe, unlabeled.parted(source)[0], whole, root)
-    ids = vocab_trimming.old_ids(made.kept)
-    counted = {split: changed(before, store, split, ids) for split in SPLITS if store.rows(split)}
-    most = {} if recipe.compress.vocabulary_most is None else {"most": recipe.compress.vocabulary_most}
-    return {"pieces": len(ids), "of": made.of, "changed": counted, **most, "model": str(weights)}
+    """Return the fields of the `vocabulary` event: sizes, rows with changed tokens by split (`count_changed_rows`), and
+    the model's folder. The rows are counted once for a run."""
+    if logged_fields := vocabulary_lineage(run):
+        return {**logged_fields[VOCABULARY_EVENT], "model": str(weights)}
+    trimmed_vocabulary = vocab_trimming.read_trimmed(weights)
+    assert trimmed_vocabulary is not None  # by `trim_model`
+    full_store, _ = builder.build_or_open(recipe, unlabeled.split_source(source)[0], full_weights, root)
+    ids = vocab_trimming.original_ids(trimmed_vocabulary.kept_ids)
+    changed_rows = {
+        split: count_changed_rows(full_store, store, split, ids) for split in SPLITS if store.num_rows(split)
+    }
+    max_size = {} if recipe.compress.max_vocab_size is None else {"max_size": recipe.compress.max_vocab_size}
+    return {
+        "size": len(ids),
+        "original_size": trimmed_vocabulary.original_size,
+        "changed_rows": changed_rows,
+        **max_size,
+        "model": str(weights),
+    }
 
 
-def changed(before: Store, after: Store, split: str, ids: Ints) -> int:
-    """How many rows of a split have other pieces in the store `after`, whose ids stand for `ids` of the other's.
+def count_changed_rows(old_store: Store, new_store: Store, split: str, ids: Ints) -> int:
+    """Count the rows of a split whose tokens differ in `new_store`. `ids` maps its ids to those of `old_store`.
 
-    A block of packed text that has no counterpart is one of them.
+    A packed block without a counterpart counts too.
+
     """
-    known, positions = (store.column(split, "row_id")[: store.labelled(split)] for store in (before, after))
-    _, old, new = np.intersect1d(known, positions, assume_unique=True, return_indices=True)
-    count = len(positions) - len(new)
-    for first in range(0, len(new), BLOCK):
-        one, other = before.read(split, old[first : first + BLOCK]), after.read(split, new[first : first + BLOCK])
-        ends = [np.concatenate([[0], np.cumsum(tokens.lengths_of_rows)]) for tokens in (one, other)]
-        pairs = zip(np.split(one.ids, ends[0][1:-1]), np.split(ids[other.ids], ends[1][1:-1]), strict=True)
+    old_row_ids, new_row_ids = (
+        store.column(split, "row_id")[: store.num_labeled(split)] for store in (old_store, new_store)
+    )
+    _, old_positions, new_positions = np.intersect1d(old_row_ids, new_row_ids, assume_unique=True, return_indices=True)
+    count = len(new_row_ids) - len(new_positions)
+    for block_start in range(0, len(new_positions), BLOCK_ROWS):
+        old_tokens, new_tokens = (
+            old_store.read_tokens(split, old_positions[block_start : block_start + BLOCK_ROWS]),
+            new_store.read_tokens(split, new_positions[block_start : block_start + BLOCK_ROWS]),
+        )
+        ends = [np.concatenate([[0], np.cumsum(tokens.row_lengths)]) for tokens in (old_tokens, new_tokens)]
+        pairs = zip(np.split(old_tokens.ids, ends[0][1:-1]), np.split(ids[new_tokens.ids], ends[1][1:-1]), strict=True)
         count += sum(not np.array_equal(left, right) for left, right in pairs)
     return count
 
 
-def lineage(run: Run) -> dict[str, Any]:
-    """What an artefact says of its vocabulary: nothing where it is whole."""
-    event = run.first(EVENT)
-    names = ("pieces", "of", "changed", "most")
-    return {} if event is None else {EVENT: {name: event[name] for name in names if name in event}}
+def vocabulary_lineage(run: Run) -> dict[str, Any]:
+    """Return the vocabulary part of an artifact's lineage; empty if the vocabulary is not trimmed."""
+    event = run.first_event(VOCABULARY_EVENT)
+    names = ("size", "original_size", "changed_rows", "max_size")
+    return {} if event is None else {VOCABULARY_EVENT: {name: event[name] for name in names if name in event}}

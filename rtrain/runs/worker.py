@@ -1,4 +1,4 @@
-"""What each Ray Train worker runs: build the model, follow the order, train, and (rank 0) make the artefact."""
+"""The train function of each Ray Train worker: build the model, train, and (rank 0) write the artifact."""
 
 import contextlib
 import os
@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain.checkpoint import remote_copy
 from rtrain.cluster import capacity
-from rtrain.config import Config, Model, Recipe
+from rtrain.config import Config, ModelConfig, Recipe
 from rtrain.core import engines, env
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Head, Ragged, Tokens
+from rtrain.core.ragged import Head, RaggedArray, TokenBatch
 from rtrain.core.run_folder import Run
 from rtrain.data import stream as data_stream
-from rtrain.data.order import Order
+from rtrain.data.order import RowOrder
 from rtrain.data.store.store import Store, open_store
 from rtrain.inference import artifact, drift_baseline, predictor
 from rtrain.metrics import per_class, scores
-from rtrain.metrics.registry import metric_for
+from rtrain.metrics.registry import get_metric
 from rtrain.models import (
     auxiliary_params,
     builder,
@@ -35,12 +35,12 @@ from rtrain.models import (
     vocab_trimming,
 )
 from rtrain.parallel import collectives, dtensor_utils, factory as strategies, layout
-from rtrain.parallel.watchdog import Watch
+from rtrain.parallel.watchdog import Watchdog
 from rtrain.planning import memory_trace
 from rtrain.report import cost
 from rtrain.runs import decisions, node_info, predictions, recovery, stop_request, trim_vocabulary, untokenized_text
 from rtrain.tasks import base
-from rtrain.tasks.encode import load_tokenizer, reading_of
+from rtrain.tasks.encode import load_tokenizer, resolve_window_spec
 from rtrain.trainer import batch_size, evaluate, feature_distillation, load_balancing, losses, trainer
 
 if TYPE_CHECKING:
@@ -49,112 +49,124 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Start:
-    """One start of a run, up to `until` updates or to its end: what the driver hands to each worker."""
+class WorkerArgs:
+    """Arguments of each worker for one attempt, up to step `end_step` or to the end of the run."""
 
     config: Config
     run: Path
     store: Path
     model: Path
     teacher: Path | None = None
-    """The artefact that a student learns from."""
-    until: int | None = None
-    rung: bool = False
-    """Keep the answers to the validation rows at `until`."""
-    head: Mapping[str, Any] | None = None
-    """The head's machine (`machines.head`), which is paid for too."""
-    owners: tuple[str, ...] = ()
-    """Tokens of the run folder's starts, this one's last; see `checkpoints.replica`."""
+    """The artifact of a student's teacher."""
+    end_step: int | None = None
+    is_rung: bool = False
+    """Keep the predictions for the validation rows at `end_step`."""
+    head_machine: Mapping[str, Any] | None = None
+    """The head's machine (`node_info.describe_head`), which is billed too."""
+    owner_tokens: tuple[str, ...] = ()
+    """Tokens of the commands that trained the run folder, this one's last; see `rtrain.checkpoint.remote_copy`."""
     halvings: int = 0
-    """How often passes were made half as large, since a start ran out of memory."""
+    """How many attempts ran out of memory; each has halved the micro-batch."""
     profile: bool = False
-    """Keep where the time of each update goes, on each worker (`training.watched`)."""
+    """Keep the times of each step, on each rank (`rtrain.profiling`)."""
 
 
 class _TrainReporter:
-    """Events go to the run's log (rank 0), scores to Ray Train (every rank: it is a barrier)."""
+    """Writes events to the run log (rank 0) and reports scores to Ray Train (every rank: a barrier)."""
 
     def __init__(self, run: Run, rank: int):
-        self._run, self._rank, self.look = run, rank, stop_request.Look(run)
+        self._run, self._rank, self.stop_poller = run, rank, stop_request.StopRequestPoller(run)
 
     def event(self, kind: str, **fields: Any) -> None:
         if self._rank == 0:
-            self._run.append(kind, **fields)
+            self._run.append_event(kind, **fields)
 
     def score(self, metrics: dict[str, Any]) -> None:
         import ray.train
 
         ray.train.report(metrics)
 
-    def notice(self) -> bool:
-        return self.look.is_given
+    def stop_requested(self) -> bool:
+        return self.stop_poller.is_requested
 
 
-def run(start: Start) -> None:
-    """The train function of `driver.fit`, on every worker: set up, train, finish."""
+def run_worker(worker_args: WorkerArgs) -> None:
+    """The train function of `controller.fit`, on every worker: set up, train, finish."""
     clock = trainer.Clock()
     data_stream.warm_up()
-    with env.freed_goes_back(layout.gives_back(start.config.recipe.train)):
+    with env.trim_malloc(layout.should_trim_malloc(worker_args.config.recipe.train)):
         with clock.section("setup"):
-            worker = _Worker(start)
-            updates = worker.updates()
-        with worker.reporter.look if collectives.first() else contextlib.nullcontext():
-            outcome = trainer.train(worker.job, worker.exchange, updates, worker.reporter, clock)
-        if outcome.finished:
+            worker = _Worker(worker_args)
+            stream_batches = worker.make_batch_stream()
+        with worker.reporter.stop_poller if collectives.is_rank_zero() else contextlib.nullcontext():
+            outcome = trainer.train(worker.context, worker.strategy, stream_batches, worker.reporter, clock)
+        if outcome.is_finished:
             worker.finish(outcome)
-        worker.watch.stop()
+        worker.watchdog.stop()
 
 
 class _Worker:
-    """One worker of a start: its network on its device, its exchange, and its job."""
+    """A worker of an attempt: its network on its device, its strategy and its training context."""
 
-    def __init__(self, start: Start):
+    def __init__(self, worker_args: WorkerArgs):
         import ray.train
         import torch
 
-        context = ray.train.get_context()
-        available = max(1, env.cores() // context.get_local_world_size())
+        ray_context = ray.train.get_context()
+        available = max(1, env.available_cores() // ray_context.get_local_world_size())
         torch.set_num_threads(available)
-        recipe, self._start, self._source = start.config.recipe, start, start.model
-        self._run, self._rank, self._world = Run(start.run), context.get_world_rank(), context.get_world_size()
-        if not start.run.is_dir():  # on a node that came after the driver had asked all nodes
+        recipe, self._args, self._source = worker_args.config.recipe, worker_args, worker_args.model
+        self._run, self._rank, self._world = (
+            Run(worker_args.run),
+            ray_context.get_world_rank(),
+            ray_context.get_world_size(),
+        )
+        if not worker_args.run.is_dir():  # on a node that joined after the driver's checks
             raise UserError(
-                f"--out: {start.run} is not there on {os.uname().nodename}; name one on storage that every node mounts",
+                f"--out: {worker_args.run} does not exist on {os.uname().nodename}; name a folder on storage "
+                "that "
+                "every node mounts",
                 code="not_shared",
             )
-        self.watch = Watch(self._run.stalled(self._rank), start.config.deploy.cluster.stall_s)
+        self.watchdog = Watchdog(self._run.hang_traceback(self._rank), worker_args.config.deploy.cluster.hang_timeout_s)
         self.reporter = _TrainReporter(self._run, self._rank)
-        store, task = open_store(start.store), base.get(recipe.task)
-        self._device = _device(recipe.train.gpus_per_worker)
+        store, task = open_store(worker_args.store), base.get_task(recipe.task)
+        self._device = _worker_device(recipe.train.gpus_per_worker)
         if self._device.type == "cpu":
-            torch.set_num_threads(decisions.threads(self.watch, self._run, available))
-        self._in_parts = strategies.in_parts(recipe.train, self._world)
-        self.network = self._network(store, task)
-        if self._rank == 0 and not start.rung and self._run.last("tokenizer") is None:
+            torch.set_num_threads(decisions.decide_threads(self.watchdog, self._run, available))
+        self._is_model_parallel = strategies.is_model_parallel(recipe.train, self._world)
+        self.network = self._build_network(store, task)
+        if self._rank == 0 and not worker_args.is_rung and self._run.last_event("tokenizer") is None:
             self._compare_tokenizers()
-        precision = decisions.precision(self.watch, self._device, self._run, recipe.train.precision)
-        formats.widen(self.network, precision)
-        within = self._inner(task, precision)
-        loss = losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, within)
-        self._fits = self._fitting(store, task, loss, precision)
-        self._speeds = self._timed(store, task, loss, precision)
-        self.exchange = strategies.build(
-            *(self.network, recipe.train, self.watch, self.reporter.event),
+        precision = decisions.decide_precision(self.watchdog, self._device, self._run, recipe.train.precision)
+        formats.to_fp64_(self.network, precision)
+        feature_loss = self._build_feature_loss(task, precision)
+        loss = losses.make_loss(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, feature_loss)
+        self._fitting_tokens = self._measure_fitting_tokens(store, task, loss, precision)
+        self._speeds = self._measure_speeds(store, task, loss, precision)
+        self.strategy = strategies.build_strategy(
+            *(self.network, recipe.train, self.watchdog, self.reporter.event),
             device=self._device,
         )
-        if self._in_parts:
-            builder.attend(self.network, training=True)
+        if self._is_model_parallel:
+            builder.select_attention(self.network, training=True)
         self.reporter.event(
-            cost.KIND,
-            machines=node_info.told(dtensor_utils.device(self.network), recipe.train.gpus_per_worker),
-            head=start.head,
-            price=start.config.deploy.tune.price,
+            cost.MACHINES_EVENT,
+            machines=node_info.event_fields(dtensor_utils.module_device(self.network), recipe.train.gpus_per_worker),
+            head=worker_args.head_machine,
+            price=worker_args.config.deploy.tune.worker_cost_per_hour,
         )
-        order = Order(
-            store.manifest.digest, store.rows("train"), recipe.rows_per_update, recipe.train.epochs, recipe.train.seed
+        order = RowOrder(
+            store.manifest.digest,
+            store.num_rows("train"),
+            recipe.global_batch_size,
+            recipe.train.epochs,
+            recipe.train.seed,
         )
-        at_random, measures = decisions.measures(self.watch, self._run, self.exchange.tells_noise)
-        self.job = trainer.Job(
+        random_step_interval, measures_noise = decisions.decide_noise_measurement(
+            self.watchdog, self._run, self.strategy.supports_noise_scale
+        )
+        self.context = trainer.TrainingContext(
             recipe=recipe,
             run=self._run,
             store=store,
@@ -163,245 +175,313 @@ class _Worker:
             order=order,
             pad_id=builder.pad_id(self._source),
             precision=precision,
-            until=min(start.until or order.updates, order.updates),
-            rung=start.rung,
-            replica=remote_copy.of(start.config.deploy.cluster, start.run, start.owners),
-            at_random=at_random,
-            measures=measures,
-            profile=self._run.profile(self._rank) if start.profile else None,
+            end_step=min(worker_args.end_step or order.num_steps, order.num_steps),
+            is_rung=worker_args.is_rung,
+            remote_copy=remote_copy.make_remote_copy(
+                worker_args.config.deploy.cluster, worker_args.run, worker_args.owner_tokens
+            ),
+            random_step_interval=random_step_interval,
+            measures_noise=measures_noise,
+            profile_path=self._run.profile(self._rank) if worker_args.profile else None,
         )
 
     def _compare_tokenizers(self) -> None:
-        with self.watch.busy():
-            differing = tokenizer_files.differing_texts(self._source)
-        if differing:
-            texts = len(tokenizer_files.STRANGE_TEXTS)
-            self.reporter.event("tokenizer", model=str(self._source), differing=differing, texts=texts)
+        with self.watchdog.extended_timeout():
+            differing_texts = tokenizer_files.find_differing_texts(self._source)
+        if differing_texts:
+            text_count = len(tokenizer_files.PROBE_TEXTS)
+            self.reporter.event("tokenizer", model=str(self._source), differing=differing_texts, texts=text_count)
 
-    def _network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
-        recipe, labels = self._start.config.recipe, store.manifest.labels
-        read = self.watch.busy()(lambda: builder.build(self._source, task, labels, recipe.train.seed, recipe.model))
-        network = collectives.together(self.watch, read)
+    def _build_network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
+        recipe, labels = self._args.config.recipe, store.manifest.labels
+        build = self.watchdog.extended_timeout()(
+            lambda: builder.build_network(self._source, task, labels, recipe.train.seed, recipe.model)
+        )
+        network = collectives.run_on_all_ranks(self.watchdog, build)
         if recipe.train.gradient_checkpointing:
-            builder.keep_inputs_alone(network)
-        if not self._in_parts:  # else it is cut where it was read, and no GPU needs room for the whole of it
-            builder.place(network, self._device)
+            builder.enable_activation_checkpointing(network)
+        if not self._is_model_parallel:  # otherwise it is sharded in place: no GPU needs memory for all of it
+            builder.move_to_device(network, self._device)
         return network
 
-    def _inner(self, task: base.Task, precision: str) -> feature_distillation.Inner | None:
-        """What is learned inside the teacher, which then runs beside the student; None where nothing is."""
-        distill, folder = self._start.config.recipe.distill, self._start.teacher
-        if not feature_distillation.active(distill):
+    def _build_feature_loss(
+        self, task: base.Task, precision: str
+    ) -> feature_distillation.FeatureDistillationLoss | None:
+        """Return the loss on the teacher's features, which needs the teacher on this worker; None if it is off."""
+        distill, folder = self._args.config.recipe.distill, self._args.teacher
+        if not feature_distillation.is_enabled(distill):
             return None
         if folder is None:
             raise UserError(
-                "distill.relations and distill.hidden are learned beside the teacher: train this student with "
-                "`rtrain distill` and the teacher's run",
+                "distill.relation_loss_weight and distill.hidden_loss_weight need the teacher: train this "
+                "student "
+                "with `rtrain distill` and the teacher's run",
                 code="missing",
             )
-        made, trimmed = artifact.read(folder, verify=False), vocab_trimming.read(self._source)
-        chosen = Model(pooling=made.facts.get(pooling.FACT, "own"))
-        read = self.watch.busy()(lambda: builder.build(folder, task, made.labels, 0, chosen))
-        teacher = collectives.together(self.watch, read)
-        builder.place(teacher, self._device)
-        teacher.requires_grad_(False).eval()
-        formats.widen(teacher, precision)
-        ids = None if trimmed is None else vocab_trimming.old_ids(trimmed.kept)
-        return feature_distillation.Inner(self.network, teacher, distill, builder.pad_id(folder), precision, ids)
-
-    def _fitting(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> int | None:
-        """Tokens of a pass that fits on this worker's GPU; None on a CPU, where the GPU has a part of the network, or
-        where the recipe says how many.
-
-        Measured before the exchange is made, whose hooks only the passes of updates should meet.
-        """
-        recipe = self._start.config.recipe
-        if self._device.type == "cpu" or self._in_parts or recipe.train.tokens_per_pass:
-            return None
-        if known := decisions.size(self.watch, self._run):
-            return known
-
-        def made(tokens: int) -> Tokens:
-            return batch_size.longest_rows(store, task, tokens, recipe.answers)
-
-        longest = int(store.column("train", "length").max())
-        tried = memory_trace.tried(self.network, self._source, task, recipe, longest, precision)
-        return batch_size.measured(self.network, loss, made, builder.pad_id(self._source), precision, tried)
-
-    def _timed(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> tuple[float, ...]:
-        """The speeds of all workers, where rows are dealt by them; measured before the exchange is made, too."""
-        recipe = self._start.config.recipe
-        if recipe.train.balance == "off" or self._world == 1:
-            return ()
-        tokens = batch_size.longest_rows(store, task, batch_size.ON_CPU, recipe.answers)
-        timed = partial(load_balancing.seconds, self.network, loss, tokens, builder.pad_id(self._source), precision)
-        return decisions.speeds(self.watch, self._run, timed)
-
-    def updates(self) -> trainer.Updates:
-        """This worker's part of the run's updates, in passes that its device holds."""
-        start, train = self._start, self.job.recipe.train
-        # Where padding costs nothing, the rows of a worker are regrouped: tokens alone say how many fit into a pass.
-        most_rows = None if unpadded.enabled(self.network) else train.micro_batch
-        unmeasured = batch_size.IN_PARTS if self._device.type != "cpu" and self._in_parts else batch_size.ON_CPU
-        fits = decisions.smallest(self.watch, self._run, self._fits)
-        asked = train.tokens_per_pass or self._dealt(fits or unmeasured)
-        most_tokens = recovery.tokens_per_pass(asked, start.halvings)
-        if self._rank == 0 and most_tokens < asked:
-            self._run.append("smaller_passes", tokens=most_tokens)
-        teacher = self.job.recipe.answers
-        share = data_stream.Share(
-            self.job.store.folder,
-            self.job.order,
-            *(self.exchange.world, self.exchange.rank, most_rows, most_tokens, teacher),
-            at_random=self.job.at_random,
-            speeds=self._speeds,
-            task_cpus=capacity.task_cpus(start.config.deploy.cluster.data_cpus, self.exchange.workers),
-            labels=start.config.deploy.cluster.data_labels,
+        teacher_artifact, trimmed_vocabulary = (
+            artifact.read_artifact(folder, verify=False),
+            vocab_trimming.read_trimmed(self._source),
         )
-        return lambda first, last: self._told(data_stream.stream(share, first, last))
+        teacher_model_config = ModelConfig(pooling=teacher_artifact.facts.get(pooling.FACT, "own"))
+        build = self.watchdog.extended_timeout()(
+            lambda: builder.build_network(folder, task, teacher_artifact.labels, 0, teacher_model_config)
+        )
+        teacher = collectives.run_on_all_ranks(self.watchdog, build)
+        builder.move_to_device(teacher, self._device)
+        teacher.requires_grad_(False).eval()
+        formats.to_fp64_(teacher, precision)
+        ids = None if trimmed_vocabulary is None else vocab_trimming.original_ids(trimmed_vocabulary.kept_ids)
+        return feature_distillation.FeatureDistillationLoss(
+            self.network, teacher, distill, builder.pad_id(folder), precision, ids
+        )
 
-    def _dealt(self, most: int) -> int:
-        """Tokens of a pass, of at most so many, with which an update has enough passes for all workers of a replica."""
-        job, manifest = self.job, self.job.store.manifest
-        tokens = manifest.tokens["train"] / max(1, job.store.rows("train")) * job.recipe.rows_per_update
-        return batch_size.dealt(most, tokens / self.exchange.world, self.exchange.passes)
+    def _measure_fitting_tokens(
+        self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str
+    ) -> int | None:
+        """Return the tokens of a micro-batch that fits on this worker's GPU; None on a CPU, with model parallelism, or
+        if the recipe sets them.
 
-    def _told(self, stream: Iterator[data_stream.Update]) -> Iterator[data_stream.Update]:
-        """The same updates; the log says when the first one is there, seconds before there is a loss to tell."""
-        for number, update in enumerate(stream):
+        Measured before the strategy is built, whose hooks must only see the micro-batches of steps.
+
+        """
+        recipe = self._args.config.recipe
+        if self._device.type == "cpu" or self._is_model_parallel or recipe.train.max_tokens_per_micro_batch:
+            return None
+        if decided_tokens := decisions.load_micro_batch_tokens(self.watchdog, self._run):
+            return decided_tokens
+
+        def make_batch(tokens: int) -> TokenBatch:
+            return batch_size.longest_rows(store, task, tokens, recipe.teacher_logits_key)
+
+        max_length = int(store.column("train", "length").max())
+        probe_sizes = memory_trace.initial_probe_sizes(self.network, self._source, task, recipe, max_length, precision)
+        return batch_size.probe(self.network, loss, make_batch, builder.pad_id(self._source), precision, probe_sizes)
+
+    def _measure_speeds(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> tuple[float, ...]:
+        """Return the speeds of all ranks for load balancing, measured before the strategy is built."""
+        recipe = self._args.config.recipe
+        if recipe.train.load_balancing == "off" or self._world == 1:
+            return ()
+        tokens = batch_size.longest_rows(store, task, batch_size.CPU_TOKENS, recipe.teacher_logits_key)
+        measure_seconds = partial(
+            load_balancing.time_micro_batches, self.network, loss, tokens, builder.pad_id(self._source), precision
+        )
+        return decisions.decide_speeds(self.watchdog, self._run, measure_seconds)
+
+    def make_batch_stream(self) -> trainer.BatchSource:
+        """Return the source of this rank's rows, in micro-batches that fit on its device."""
+        worker_args, train = self._args, self.context.recipe.train
+        # Without padding, tokens alone limit a micro-batch.
+        max_rows = None if unpadded.is_packed(self.network) else train.micro_batch_size
+        default_tokens = (
+            batch_size.MODEL_PARALLEL_TOKENS
+            if self._device.type != "cpu" and self._is_model_parallel
+            else batch_size.CPU_TOKENS
+        )
+        fitting_tokens = decisions.decide_micro_batch_tokens(self.watchdog, self._run, self._fitting_tokens)
+        requested_tokens = train.max_tokens_per_micro_batch or self._cap_tokens(fitting_tokens or default_tokens)
+        max_tokens = recovery.halve_micro_batch_tokens(requested_tokens, worker_args.halvings)
+        if self._rank == 0 and max_tokens < requested_tokens:
+            self._run.append_event("micro_batch_shrunk", tokens=max_tokens)
+        teacher_answers = self.context.recipe.teacher_logits_key
+        stream_spec = data_stream.StreamSpec(
+            self.context.store.folder,
+            self.context.order,
+            *(self.strategy.num_replicas, self.strategy.replica_rank, max_rows, max_tokens, teacher_answers),
+            random_step_interval=self.context.random_step_interval,
+            worker_speeds=self._speeds,
+            task_cpus=capacity.cpus_per_data_task(
+                worker_args.config.deploy.cluster.data_cpus, self.strategy.num_workers
+            ),
+            node_labels=worker_args.config.deploy.cluster.data_labels,
+        )
+        return lambda first, last: self._log_first_batch(data_stream.stream_batches(stream_spec, first, last))
+
+    def _cap_tokens(self, max_tokens: int) -> int:
+        """Return the tokens of a micro-batch so that a step has enough micro-batches for the pipeline of a replica."""
+        context, manifest = self.context, self.context.store.manifest
+        tokens_per_step = (
+            manifest.tokens["train"] / max(1, context.store.num_rows("train")) * context.recipe.global_batch_size
+        )
+        return batch_size.cap_for_pipeline(
+            max_tokens, tokens_per_step / self.strategy.num_replicas, self.strategy.min_micro_batches
+        )
+
+    def _log_first_batch(self, stream: Iterator[data_stream.WorkerBatch]) -> Iterator[data_stream.WorkerBatch]:
+        """Yield the same batches; log an event at the first one, seconds before the first loss."""
+        for number, worker_batch in enumerate(stream):
             if number == 0:
                 self.reporter.event("first_rows")
-            yield update
+            yield worker_batch
 
-    def finish(self, outcome: trainer.Outcome) -> None:
-        """After the last update: the answers to the rows, their scores, and the artefact, all made by rank 0."""
+    def finish(self, outcome: trainer.TrainingResult) -> None:
+        """After the last step: rank 0 writes predictions, scores and the artifact."""
         self.reporter.event("writing")
-        job, answers = self.job, dict(outcome.outcomes)
-        if job.validates and "valid" not in answers:  # the best weights are an earlier start's
-            answers["valid"] = evaluate.gathered(
-                self.exchange, job.task, job.store, "valid", pad_id=job.pad_id, precision=job.precision
+        context, row_results = self.context, dict(outcome.row_results)
+        if context.has_validation_rows and "valid" not in row_results:  # the best weights are from an earlier attempt
+            row_results["valid"] = evaluate.gather_row_results(
+                self.strategy, context.task, context.store, "valid", pad_id=context.pad_id, precision=context.precision
             )
 
-        with self.watch.busy():
-            weights = formats.narrowed(dict(self.exchange.whole(self.network.state_dict())))
+        with self.watchdog.extended_timeout():
+            weights = formats.as_fp32(dict(self.strategy.gather_full_tensors(self.network.state_dict())))
 
-        @self.watch.busy()
-        def write() -> None:
+        @self.watchdog.extended_timeout()
+        def write_artifact() -> None:
             if self._rank == 0:
-                chosen, scored = _calibrated(job, outcome, answers)
-                _keep_answers(chosen, self._source, answers, self.watch.alive)
-                self.watch.alive()
-                formats.narrow(self.network)
-                export(self.network, self._source, chosen, scored, answers.get("valid"), weights=weights)
-                self.watch.alive()
-                untokenized_text.measure(job.run, job.task, job.store)
+                calibrated_context, calibrated_outcome = _calibrate(context, outcome, row_results)
+                _write_predictions(calibrated_context, self._source, row_results, self.watchdog.heartbeat)
+                self.watchdog.heartbeat()
+                formats.to_fp32_(self.network)
+                export_artifact(
+                    self.network,
+                    self._source,
+                    calibrated_context,
+                    calibrated_outcome,
+                    row_results.get("valid"),
+                    weights=weights,
+                )
+                self.watchdog.heartbeat()
+                untokenized_text.measure_running_text(context.run, context.task, context.store)
 
-        collectives.together(self.watch, write)  # no rank leaves, and so ends the run, before the artefact is written
+        collectives.run_on_all_ranks(
+            self.watchdog, write_artifact
+        )  # a rank that leaves would end the run before the artifact is written
 
 
-def _device(share: float) -> "torch.device":
-    """The GPU that Ray gave this worker, else the CPU; of the GPU's memory it takes no more than its share. A GPU that
-    was given to nobody is left alone, and one that is only counted cannot be computed on."""
+def _worker_device(gpu_share: float) -> "torch.device":
+    """Return the GPU that Ray assigned to this worker, limited to its share of memory; otherwise the CPU. Unassigned
+    GPUs are not used, and fake GPUs cannot compute."""
     import ray
     import ray.train.torch
     import torch
 
-    given = ray.get_gpu_ids() and not env.gpus_are_counted()
-    if not given:
+    has_gpu = ray.get_gpu_ids() and not env.uses_fake_gpus()
+    if not has_gpu:
         return torch.device("cpu")
     device = ray.train.torch.get_device()
-    if share < 1:
-        torch.cuda.set_per_process_memory_fraction(share, device)
+    if gpu_share < 1:
+        torch.cuda.set_per_process_memory_fraction(gpu_share, device)
     return device
 
 
-def _calibrated(
-    job: trainer.Job, outcome: trainer.Outcome, answers: dict[str, Ragged]
-) -> tuple[trainer.Job, trainer.Outcome]:
-    """The job with what its task chooses on the validation rows (a threshold, say), and both splits' scores by it."""
-    chosen = job.task.calibrate(answers["valid"], job.store.targets("valid"), job.head) if job.validates else {}
-    if not chosen:
-        return job, outcome
-    head = Head(job.head.labels, {**job.head.facts, **chosen})
-    metric, update, measured = metric_for(job.task.output), outcome.best_update, {}
-    for split, found in answers.items():
-        measured[split] = metric.scores(found, job.store.targets(split), head)
-        job.run.append("evaluated", split=split, update=update, scores=measured[split], chosen=chosen)
-    return replace(job, chosen=head), replace(outcome, scores=measured)
+def _calibrate(
+    context: trainer.TrainingContext, outcome: trainer.TrainingResult, row_results: dict[str, RaggedArray]
+) -> tuple[trainer.TrainingContext, trainer.TrainingResult]:
+    """Return the context with the task's calibration on the validation rows (e.g. a threshold), and the scores with
+    it."""
+    calibration = (
+        context.task.calibrate(row_results["valid"], context.store.targets("valid"), context.head)
+        if context.has_validation_rows
+        else {}
+    )
+    if not calibration:
+        return context, outcome
+    head = Head(context.head.labels, {**context.head.facts, **calibration})
+    metric, best_step, scores_by_split = get_metric(context.task.output), outcome.best_step, {}
+    for split, split_results in row_results.items():
+        scores_by_split[split] = metric.main_scores(split_results, context.store.targets(split), head)
+        context.run.append_event(
+            "evaluated", split=split, step=best_step, scores=scores_by_split[split], calibration=calibration
+        )
+    return replace(context, selected_head=head), replace(outcome, scores=scores_by_split)
 
 
-def _keep_answers(job: trainer.Job, source: Path, outcomes: dict[str, Ragged], alive: Callable[[], None]) -> None:
-    """Every row's prediction, for people; and the scores in full, of which the log keeps the slices' headlines."""
-    reading = reading_of(job.task, job.recipe.data)
+def _write_predictions(
+    context: trainer.TrainingContext, source: Path, row_results: dict[str, RaggedArray], heartbeat: Callable[[], None]
+) -> None:
+    """Write each row's prediction and all scores; the log gets the headline scores of the slices."""
+    reading = resolve_window_spec(context.task, context.recipe.data)
     tokenizer = load_tokenizer(source, reading.max_tokens, reading.stride)
-    for split, found in outcomes.items():
-        alive()
-        predictions.write(job.run.predictions(split), split, job.store, job.task, job.head, found, tokenizer, alive)
-        document = predictions.measured(job.store, split, job.task, job.head, found, alive)
-        scores.write(job.run.scores(split), document)
+    for split, split_results in row_results.items():
+        heartbeat()
+        predictions.write_predictions(
+            context.run.predictions(split),
+            split,
+            context.store,
+            context.task,
+            context.head,
+            split_results,
+            tokenizer,
+            heartbeat,
+        )
+        document = predictions.measure_scores(
+            context.store, split, context.task, context.head, split_results, heartbeat
+        )
+        scores.write_scores(context.run.scores(split), document)
         classes = per_class.collect_classes(document["tables"])
-        job.run.append("sliced", split=split, slices=scores.headlines(document), classes=classes)
+        context.run.append_event("sliced", split=split, slices=scores.collect_headlines(document), classes=classes)
         if missing := document["tables"].get("words_without_tokens"):
-            job.run.append("words_without_tokens", split=split, words=missing)
-        for collapsed in document.get("collapsed", ()):
-            job.run.append("collapsed", split=split, **collapsed)
-        if unseen := document.get("unseen"):
-            job.run.append("unseen", split=split, **unseen)
+            context.run.append_event("words_without_tokens", split=split, words=missing)
+        for collapsed_answer in document.get("collapsed", ()):
+            context.run.append_event("collapsed", split=split, **collapsed_answer)
+        if unseen_scores := document.get("unseen"):
+            context.run.append_event("unseen", split=split, **unseen_scores)
 
 
-def export(
+def export_artifact(
     network: "transformers.PreTrainedModel",
     source: Path,
-    job: trainer.Job,
-    outcome: trainer.Outcome,
-    validated: Ragged | None = None,
+    context: trainer.TrainingContext,
+    outcome: trainer.TrainingResult,
+    validation_results: RaggedArray | None = None,
     *,
     weights: "Mapping[str, torch.Tensor]",
 ) -> Path:
-    """Write the run's artefact from whole `weights`, through a hidden draft: it appears whole or not at all.
+    """Write the run's artifact from full `weights`, atomically through a hidden draft.
 
-    `validated`: the outcomes of the validation rows, of which the artefact keeps histograms.
+    `validation_results`: results of the validation rows; the artifact keeps their histograms.
+
     """
-    draft = job.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
-    mean, reach = job.recipe.model.pooling == "mean", local_attention.reach(network.config)
-    max_tokens = reading_of(job.task, job.recipe.data).max_tokens
-    write_model(network, source, draft, job.recipe, job.head, weights=auxiliary_params.without(weights))
-    known, abstains = {}, {}
-    if validated is not None:
-        unknown_id = drift_baseline.unknown_id(load_tokenizer(source, max_tokens))
-        known = drift_baseline.measure(job.task, job.head, job.store, validated, unknown_id)
-        abstains = drift_baseline.abstain_below(job.task, job.head, validated, job.store.targets("valid"))
-    made = artifact.Artifact(
-        name=job.recipe.name,
-        task=job.recipe.task,
-        labels=job.store.manifest.labels,
+    draft = context.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
+    is_mean_pooled, attention_window = (
+        context.recipe.model.pooling == "mean",
+        local_attention.attention_window(network.config),
+    )
+    max_tokens = resolve_window_spec(context.task, context.recipe.data).max_tokens
+    write_model(network, source, draft, context.recipe, context.head, weights=auxiliary_params.drop_auxiliary(weights))
+    baseline, abstain_facts = {}, {}
+    if validation_results is not None:
+        unknown_id = drift_baseline.find_unknown_id(load_tokenizer(source, max_tokens))
+        baseline = drift_baseline.build_split_baseline(
+            context.task, context.head, context.store, validation_results, unknown_id
+        )
+        abstain_facts = drift_baseline.choose_abstain_threshold(
+            context.task, context.head, validation_results, context.store.targets("valid")
+        )
+    new_artifact = artifact.Artifact(
+        name=context.recipe.name,
+        task=context.recipe.task,
+        labels=context.store.manifest.labels,
         max_tokens=max_tokens,
-        engine=engines.FLOAT,
+        engine=engines.FLOAT_ENGINE,
         facts={
-            **job.head.facts,
-            **({pooling.FACT: "mean"} if mean else {}),
-            **({local_attention.FACT: reach} if reach is not None else {}),
-            **abstains,
-            **untokenized_text.find_cuts(job.task, job.store),
+            **context.head.facts,
+            **({pooling.FACT: "mean"} if is_mean_pooled else {}),
+            **({local_attention.FACT: attention_window} if attention_window is not None else {}),
+            **abstain_facts,
+            **untokenized_text.find_word_boundaries(context.task, context.store),
         },
-        data=job.recipe.data.model_dump(mode="json", include=set(artifact.COLUMNS)),
+        data=context.recipe.data.model_dump(mode="json", include=set(artifact.ROW_FORMAT_SETTINGS)),
         metrics=outcome.scores,
-        reference=known,
+        drift_baseline=baseline,
         lineage={
-            "run": job.run.name,
+            "run": context.run.name,
             "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "recipe": job.recipe.identity(),
-            "model": job.recipe.model.name,
-            "data_digest": job.store.manifest.digest,
+            "recipe": context.recipe.recipe_digest(),
+            "model": context.recipe.model.name,
+            "data_digest": context.store.manifest.digest,
             "order_digest": outcome.ledger,
-            "best_update": outcome.best_update,
-            **({"teacher": teacher} if (teacher := job.recipe.distill.teacher) else {}),
-            **({"co_teachers": list(others)} if (others := job.recipe.distill.co_teachers) else {}),
-            **trim_vocabulary.lineage(job.run),
+            "best_step": outcome.best_step,
+            **({"teacher": teacher} if (teacher := context.recipe.distill.teacher) else {}),
+            **({"co_teachers": list(co_teachers)} if (co_teachers := context.recipe.distill.co_teachers) else {}),
+            **trim_vocabulary.vocabulary_lineage(context.run),
         },
     )
-    artifact.write(draft, made, predictor.golden_logits, predictor.golden_inputs(job.task, job.head))
-    return artifact.publish(draft, job.run.artifact)
+    artifact.write_artifact(
+        draft, new_artifact, predictor.compute_golden_logits, predictor.make_golden_inputs(context.task, context.head)
+    )
+    return artifact.publish_artifact(draft, context.run.artifact)
 
 
 def write_model(
@@ -413,27 +493,36 @@ def write_model(
     *,
     weights: "Mapping[str, torch.Tensor] | None" = None,
 ) -> None:
-    """Write what other programs load of an artifact: weights, config.json, tokenizer, sentence-transformers' layout.
+    """Write the files that other programs load: weights, config.json, tokenizer, sentence-transformers layout.
 
-    What would answer otherwise there than here is written so that they refuse it. `weights`: as `pooling.save` has it.
+    A model that other programs would compute differently is written so that they refuse it. `weights`: see
+    `pooling.save_weights`.
+
     """
-    task, reach = base.get(recipe.task), local_attention.reach(network.config)
-    guarded = recipe.model.pooling == "mean" or reach is not None or not task.has_standard_head
+    task, attention_window = base.get_task(recipe.task), local_attention.attention_window(network.config)
+    is_guarded = recipe.model.pooling == "mean" or attention_window is not None or not task.has_standard_head
     scale = (head.facts["mean"], head.facts["std"]) if task.problem_type == "regression" else None
-    pooling.save(network, folder, guarded=guarded, weights=weights, scale=scale)
-    reading = reading_of(task, recipe.data)
-    tokenizer_files.write(source, folder, reading.max_tokens, reading.stride, task.reads_special)
-    if reach is None and (pooled := sentence_pooling(recipe, source)):  # others' encoders would read all
-        sentence_transformers_format.write(folder, pooled, network.config.hidden_size, reading.max_tokens, source)
+    pooling.save_weights(network, folder, guard_head=is_guarded, weights=weights, scale=scale)
+    reading = resolve_window_spec(task, recipe.data)
+    tokenizer_files.write_tokenizer_files(
+        source, folder, reading.max_tokens, reading.stride, task.parses_special_tokens
+    )
+    if attention_window is None and (
+        pooling_mode := find_sentence_pooling(recipe, source)
+    ):  # other encoders would attend to all tokens
+        sentence_transformers_format.write_sentence_files(
+            folder, pooling_mode, network.config.hidden_size, reading.max_tokens, source
+        )
 
 
-def sentence_pooling(recipe: Recipe, source: Path) -> str | None:
-    """How others should pool the encoder of a run's artefact: as the run trained it, or, where the run made no vector
-    of a text, as the model of `source` was pooled before. None where it is no sentence encoder, or where more than
-    pooling made its vectors."""
+def find_sentence_pooling(recipe: Recipe, source: Path) -> str | None:
+    """Return how other programs should pool the encoder: as the run trained it or, for token-level tasks, as the model
+    of `source` was pooled. None if it is no sentence encoder, or if its vectors need more than pooling."""
     if recipe.model.pooling == "mean":
         return "mean"
-    before = (
-        None if sentence_transformers_format.unsupported(source) else sentence_transformers_format.pooling_of(source)
+    base_pooling = (
+        None
+        if sentence_transformers_format.find_unsupported(source)
+        else sentence_transformers_format.read_pooling(source)
     )
-    return before if base.get(recipe.task).by_token or before == "cls" else None
+    return base_pooling if base.get_task(recipe.task).is_token_level or base_pooling == "cls" else None

@@ -1,4 +1,4 @@
-"""Worker groups: Ray Train's TorchTrainer as rtrain starts it, for one start of a run or for many."""
+"""Worker groups: Ray Train's TorchTrainer with rtrain's settings."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,100 +9,111 @@ from typing import TYPE_CHECKING, Any, Protocol
 from rtrain import ray_internals
 from rtrain.core import env
 from rtrain.core.run_folder import Run
-from rtrain.models.device import backend
+from rtrain.models.device import process_group_backend
 from rtrain.runs import resource_leases, worker
-from rtrain.runs.worker import Start
+from rtrain.runs.worker import WorkerArgs
 
 if TYPE_CHECKING:
     from ray.train.torch import TorchTrainer
 
-JOIN_S = 120
-"""Seconds that workers wait for each other, at least: when they start, one may import torch on a busy machine."""
-PLACEMENT_S = 15.0
-"""Seconds that an elastic worker group waits for its CPUs; starting its processes is not counted."""
+MIN_JOIN_TIMEOUT_S = 120
+"""Minimum seconds that starting workers wait for each other: one may import torch on a busy machine."""
+ELASTIC_PLACEMENT_TIMEOUT_S = 15.0
+"""Seconds that an elastic worker group waits for its placement, without the start of its processes."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """What a worker group is made of."""
+class WorkerGroupSpec:
+    """Size and resources of a worker group."""
 
     workers: int
     device: str = "cpu"
     """`gpu`: each worker has a GPU; else each has a CPU."""
-    stall_s: float = 300.0
-    """Seconds after which a worker process that does not answer is taken for dead."""
-    elastic: bool = False
-    """A group that cannot be placed ends with an error after Ray's own minute; an elastic one sooner, for its number of
-    workers to be chosen anew: a node that has just vanished is still counted for some seconds."""
-    labels: Mapping[str, str] = field(default_factory=dict)
-    """Those that a node must have to get workers."""
-    asked: bool = False
-    """The run itself asks an autoscaler for the workers, and Ray Train does not."""
-    share: float = 1.0
-    """The part of a GPU that each worker has."""
+    hang_timeout_s: float = 300.0
+    """Seconds after which an unresponsive worker process counts as dead."""
+    is_elastic: bool = False
+    """A group that cannot be placed fails after Ray's own minute; an elastic one fails sooner, so that its size is
+    chosen again: a lost node is still counted for some seconds."""
+    node_labels: Mapping[str, str] = field(default_factory=dict)
+    """Labels that a node needs to get workers."""
+    requests_own_nodes: bool = False
+    """The run requests the workers from the autoscaler, not Ray Train."""
+    gpu_share: float = 1.0
+    """The share of a GPU per worker."""
 
 
-class Workers(Protocol):
-    """Worker processes for the starts of runs."""
+class BaseWorkerGroup(Protocol):
+    """Worker processes for the attempts of runs."""
 
-    def taken(self, run: Run) -> None:
-        """The starts that come are those of `run`: the CPUs or GPUs that are held are its own."""
+    def acquire(self, run: Run) -> None:
+        """Assign the group to `run`: its placement group counts as the run's."""
         ...
 
-    def train(self, start: Start, layout: Layout) -> None:
-        """Make one start of a run, to its end. Raises what Ray Train raises where a worker fails."""
+    def run_attempt(self, worker_args: WorkerArgs, group_spec: WorkerGroupSpec) -> None:
+        """Run one attempt to its end. Raises Ray Train's error if a worker fails."""
         ...
 
-    def lost(self, run: Run) -> None:
-        """The last start of `run` failed, or nodes go or come: the next start gets new processes."""
+    def discard(self, run: Run) -> None:
+        """Drop the processes after a failure or a change of nodes: the next attempt gets new ones."""
         ...
 
-    def left(self, run: Run) -> None:
-        """No further start of `run` is made now."""
+    def release(self, run: Run) -> None:
+        """End the assignment to `run`."""
         ...
 
 
-class Fresh:
-    """New worker processes for each start."""
+class FreshWorkerGroup:
+    """New worker processes for each attempt."""
 
-    def taken(self, run: Run) -> None:
+    def acquire(self, run: Run) -> None:
         pass
 
-    def train(self, start: Start, layout: Layout) -> None:
-        run = Run(start.run)
-        trainer(partial(worker.run, start), layout, run.ray, callbacks=[resource_leases.remember(run)]).fit()
+    def run_attempt(self, worker_args: WorkerArgs, group_spec: WorkerGroupSpec) -> None:
+        run = Run(worker_args.run)
+        make_trainer(
+            partial(worker.run_worker, worker_args),
+            group_spec,
+            run.ray_storage,
+            callbacks=[resource_leases.placement_callback(run)],
+        ).fit()
 
-    def lost(self, run: Run) -> None:
-        resource_leases.release(run)
+    def discard(self, run: Run) -> None:
+        resource_leases.release_group(run)
 
-    def left(self, run: Run) -> None:
-        resource_leases.release(run)
+    def release(self, run: Run) -> None:
+        resource_leases.release_group(run)
 
 
-def trainer(
-    train_function: Callable[[], None], layout: Layout, storage: Path, *, callbacks: Sequence[Any] = ()
+def make_trainer(
+    train_function: Callable[[], None], group_spec: WorkerGroupSpec, storage: Path, *, callbacks: Sequence[Any] = ()
 ) -> "TorchTrainer":
-    """A worker group that runs `train_function`, each worker with a CPU or a GPU. `callbacks` are Ray Train's own."""
+    """Build a trainer that runs `train_function` on each worker. `callbacks`: Ray Train callbacks."""
     import ray.train
 
-    env.set_limits(layout.stall_s, PLACEMENT_S if layout.elastic else None)
-    asks = not layout.asked and not ray_internals.is_private()
-    number = len(list(storage.iterdir())) if storage.is_dir() else 0
-    trainer: TorchTrainer = ray_internals.torch_trainer(asks=asks)(
+    env.set_ray_train_timeouts(
+        group_spec.hang_timeout_s, ELASTIC_PLACEMENT_TIMEOUT_S if group_spec.is_elastic else None
+    )
+    requests_resources = not group_spec.requests_own_nodes and not ray_internals.is_private()
+    attempt_number = len(list(storage.iterdir())) if storage.is_dir() else 0
+    trainer: TorchTrainer = ray_internals.make_trainer_class(requests_resources=requests_resources)(
         train_function,
-        torch_config=ray_internals.torch_config(backend(layout.device), int(max(layout.stall_s, JOIN_S))),
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=layout.workers,
-            use_gpu=layout.device == "gpu",
-            resources_per_worker={"GPU": layout.share} if layout.device == "gpu" and layout.share < 1 else None,
-            label_selector=dict(layout.labels) or None,  # type: ignore[call-arg]
+        torch_config=ray_internals.make_torch_config(
+            process_group_backend(group_spec.device), int(max(group_spec.hang_timeout_s, MIN_JOIN_TIMEOUT_S))
         ),
-        # A new name per start: Ray would otherwise load its own snapshot of the last one, which rtrain does not use.
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=group_spec.workers,
+            use_gpu=group_spec.device == "gpu",
+            resources_per_worker={"GPU": group_spec.gpu_share}
+            if group_spec.device == "gpu" and group_spec.gpu_share < 1
+            else None,
+            label_selector=dict(group_spec.node_labels) or None,  # type: ignore[call-arg]
+        ),
+        # A new name per attempt: otherwise Ray loads its snapshot of the last one, which rtrain does not use.
         run_config=ray.train.RunConfig(
-            name=f"{number:03d}",
+            name=f"{attempt_number:03d}",
             storage_path=str(storage),
             callbacks=list(callbacks),
-            # Ray's controller would try again for ever, and say nothing, whatever kept a group from starting.
+            # Ray's controller would retry a failing start for ever, without a message.
             failure_config=ray.train.FailureConfig(controller_failure_limit=0),  # type: ignore[call-arg]
         ),
     )

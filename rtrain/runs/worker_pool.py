@@ -1,7 +1,8 @@
-"""Worker processes that are kept from one start to the next.
+"""Worker processes that are reused by several attempts.
 
-Starting a worker group takes 10 s and more: processes, imports of torch and transformers, their process group. A search
-freezes and thaws runs all the time; with the processes kept, a thaw costs reading a checkpoint.
+The start of a worker group takes 10 s and more: processes, imports of torch and transformers, the process group. A
+search pauses and resumes runs all the time; with reused processes, a resume costs reading a checkpoint.
+
 """
 
 import gc
@@ -19,140 +20,144 @@ from rtrain.core.run_folder import Run
 from rtrain.data import stream
 from rtrain.ray_internals import HEAD_RESOURCE
 from rtrain.runs import resource_leases, worker, worker_group
-from rtrain.runs.worker import Start
+from rtrain.runs.worker import WorkerArgs
 
-LOOK_EVERY_S = 0.5
-"""How soon a group that has died is noticed."""
-END_S = 20.0
-"""Seconds that a group has to end when it is told to."""
-UNANSWERED_S = 120.0
-"""Seconds after which a Ray that does not end the processes is not waited for any more."""
+POLL_INTERVAL_S = 0.5
+"""Seconds between two checks whether the group is alive."""
+SHUTDOWN_TIMEOUT_S = 20.0
+"""Seconds for a group to shut down."""
+RAY_SHUTDOWN_TIMEOUT_S = 120.0
+"""Seconds to wait for Ray to end the processes."""
 
 
-class Post:
-    """Boxes of messages that are only added to. Each is read by its number, so that all workers of a group read the
-    same ones, and whoever starts again may read them again."""
+class MailboxServer:
+    """Append-only mailboxes. Messages are read by number, so all workers of a group read the same ones, and a restarted
+    process can read them again."""
 
     def __init__(self) -> None:
         import asyncio
 
-        self._boxes: dict[str, list[Any]] = defaultdict(list)
-        self._more = asyncio.Condition()
+        self._mailboxes: dict[str, list[Any]] = defaultdict(list)
+        self._message_added = asyncio.Condition()
 
-    async def put(self, box: str, message: Any) -> None:
-        async with self._more:
-            self._boxes[box].append(message)
-            self._more.notify_all()
+    async def put(self, mailbox: str, message: Any) -> None:
+        async with self._message_added:
+            self._mailboxes[mailbox].append(message)
+            self._message_added.notify_all()
 
-    async def take(self, box: str, number: int) -> Any:
-        """Message `number` of the box, from 0; waits until it is there."""
-        async with self._more:
-            await self._more.wait_for(lambda: len(self._boxes[box]) > number)
-            return self._boxes[box][number]
+    async def take(self, mailbox: str, number: int) -> Any:
+        """Return message `number` of the mailbox, from 0; wait until it exists."""
+        async with self._message_added:
+            await self._message_added.wait_for(lambda: len(self._mailboxes[mailbox]) > number)
+            return self._mailboxes[mailbox][number]
 
 
-def post() -> Any:
-    """A post office on the head node, which no spot notice takes away."""
+def start_mailbox_server() -> Any:
+    """Start a mailbox server on the head node, which is not preemptible."""
     options: dict[str, Any] = {"num_cpus": 0, "resources": {HEAD_RESOURCE: 0.001}, "max_concurrency": 1000}
-    return ray.remote(**options)(Post).remote()
+    return ray.remote(**options)(MailboxServer).remote()
 
 
-class Kept:
-    """A worker group that makes one start after another, of the same run or of others.
+class ReusableWorkerGroup:
+    """A worker group that runs attempts of one or several runs, one after the other.
 
-    It is started with the first one, and anew where a start needs another layout or the last one failed. `folder` has
-    Ray Train's files of it, and the id of its placement group.
+    It starts with the first attempt, and restarts if an attempt needs another specification or the last one failed.
+    The folder of `group_run` has Ray Train's files and the id of the placement group.
+
     """
 
-    def __init__(self, folder: Run, office: Any):
-        self._own, self._post = folder, office
-        self._layout: worker_group.Layout | None = None
-        self._box, self._sent = "", 0
-        self._fit: threading.Thread | None = None
+    def __init__(self, group_run: Run, mailbox_server: Any):
+        self._group_run, self._mailbox_server = group_run, mailbox_server
+        self._group_spec: worker_group.WorkerGroupSpec | None = None
+        self._mailbox, self._attempts_sent = "", 0
+        self._fit_thread: threading.Thread | None = None
         self._errors: list[Exception] = []
-        folder.folder.mkdir(parents=True, exist_ok=True)
-        resource_leases.release(folder)  # what a process before this one held, if that was killed
+        group_run.folder.mkdir(parents=True, exist_ok=True)
+        resource_leases.release_group(group_run)  # left by a killed process
 
     @property
-    def alive(self) -> bool:
-        return self._fit is not None and self._fit.is_alive()
+    def is_alive(self) -> bool:
+        return self._fit_thread is not None and self._fit_thread.is_alive()
 
-    def taken(self, run: Run) -> None:
-        if self.alive:
-            resource_leases.lend(self._own, run)
+    def acquire(self, run: Run) -> None:
+        if self.is_alive:
+            resource_leases.share_group(self._group_run, run)
 
-    def train(self, start: Start, layout: worker_group.Layout) -> None:
-        if not (self.alive and layout == self._layout):
-            self.end()
-            self._begin(layout)
-        assert self._fit is not None  # `_begin`
-        ray.get(self._post.put.remote(self._box, start))
-        done, run = self._post.take.remote(f"{self._box} done", self._sent), Run(start.run)
-        self._sent += 1
-        while not ray.wait([done], timeout=LOOK_EVERY_S)[0]:
-            if not self._fit.is_alive():
-                raise self._errors[0] if self._errors else RuntimeError("the workers ended before they were told to")
-            resource_leases.lend(self._own, run)
+    def run_attempt(self, worker_args: WorkerArgs, group_spec: worker_group.WorkerGroupSpec) -> None:
+        if not (self.is_alive and group_spec == self._group_spec):
+            self.shut_down()
+            self._start_group(group_spec)
+        assert self._fit_thread is not None  # `_start_group`
+        ray.get(self._mailbox_server.put.remote(self._mailbox, worker_args))
+        reply, run = (
+            self._mailbox_server.take.remote(f"{self._mailbox} done", self._attempts_sent),
+            Run(worker_args.run),
+        )
+        self._attempts_sent += 1
+        while not ray.wait([reply], timeout=POLL_INTERVAL_S)[0]:
+            if not self._fit_thread.is_alive():
+                raise self._errors[0] if self._errors else RuntimeError("the workers ended before their shutdown")
+            resource_leases.share_group(self._group_run, run)
 
-    def lost(self, run: Run) -> None:
-        self.left(run)
-        resource_leases.release(self._own)
-        self.end()
+    def discard(self, run: Run) -> None:
+        self.release(run)
+        resource_leases.release_group(self._group_run)
+        self.shut_down()
 
-    def left(self, run: Run) -> None:
+    def release(self, run: Run) -> None:
         run.placement_group.unlink(missing_ok=True)
 
-    def end(self) -> None:
-        """End the processes, if there are any. Where Ray does not answer, their thread is left behind: it must not hold
-        the command, and this process takes it along when it ends."""
-        if self._fit is not None and self._fit.is_alive():
-            self._post.put.remote(self._box, None)
-            self._fit.join(END_S)
-        resource_leases.release(self._own)
-        if self._fit is not None:
-            self._fit.join(UNANSWERED_S)
-        self._fit = self._layout = None
+    def shut_down(self) -> None:
+        """Shut down the processes, if there are any. If Ray does not respond, the daemon thread is left: it ends with
+        this process."""
+        if self._fit_thread is not None and self._fit_thread.is_alive():
+            self._mailbox_server.put.remote(self._mailbox, None)
+            self._fit_thread.join(SHUTDOWN_TIMEOUT_S)
+        resource_leases.release_group(self._group_run)
+        if self._fit_thread is not None:
+            self._fit_thread.join(RAY_SHUTDOWN_TIMEOUT_S)
+        self._fit_thread = self._group_spec = None
 
-    def _begin(self, layout: worker_group.Layout) -> None:
-        errors: list[Exception] = []  # a list of its own: a thread left behind may still add to its list
-        self._layout, self._errors, self._sent = layout, errors, 0
-        self._box = f"{self._own.folder} {time.time_ns()}"
-        made = worker_group.trainer(
-            partial(_serve, self._post, self._box),
-            layout,
-            self._own.ray,
-            callbacks=[resource_leases.remember(self._own)],
+    def _start_group(self, group_spec: worker_group.WorkerGroupSpec) -> None:
+        errors: list[Exception] = []  # a new list: an abandoned thread may still append to the old one
+        self._group_spec, self._errors, self._attempts_sent = group_spec, errors, 0
+        self._mailbox = f"{self._group_run.folder} {time.time_ns()}"
+        trainer = worker_group.make_trainer(
+            partial(_run_attempts, self._mailbox_server, self._mailbox),
+            group_spec,
+            self._group_run.ray_storage,
+            callbacks=[resource_leases.placement_callback(self._group_run)],
         )
 
         def fit() -> None:
             try:
-                made.fit()
+                trainer.fit()
             except Exception as error:
                 errors.append(error)
 
-        self._fit = threading.Thread(target=fit, daemon=True, name="rtrain-workers")
-        self._fit.start()
+        self._fit_thread = threading.Thread(target=fit, daemon=True, name="rtrain-workers")
+        self._fit_thread.start()
 
 
-def _serve(office: Any, box: str) -> None:
-    """The train function of a kept group, on every worker: one start after another, until there is none."""
+def _run_attempts(mailbox_server: Any, mailbox: str) -> None:
+    """The train function of a reusable group, on every worker: run attempts until the shutdown message."""
     import ray.train
 
-    _import()
-    first = ray.train.get_context().get_world_rank() == 0
+    _import_libraries()
+    is_rank_zero = ray.train.get_context().get_world_rank() == 0
     for number in itertools.count():
-        start: Start | None = ray.get(office.take.remote(box, number))
-        if start is None:
+        worker_args: WorkerArgs | None = ray.get(mailbox_server.take.remote(mailbox, number))
+        if worker_args is None:
             return
-        worker.run(start)
-        gc.collect()  # the network of this start, before the next one's is built
-        env.give_memory_back()
-        if first:
-            office.put.remote(f"{box} done", number)
+        worker.run_worker(worker_args)
+        gc.collect()  # frees the network of this attempt before the next is built
+        env.release_freed_memory()
+        if is_rank_zero:
+            mailbox_server.put.remote(f"{mailbox} done", number)
 
 
-def _import() -> None:
-    """What every start needs, while the first is being prepared."""
+def _import_libraries() -> None:
+    """Import the libraries of every attempt while the first one is prepared."""
     import transformers  # noqa: F401
 
     stream.warm_up()

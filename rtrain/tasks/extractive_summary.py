@@ -1,12 +1,12 @@
-"""Summaries made of a document's own sentences, the best ones under a budget of words, in the document's order.
+"""Extractive summaries: the best sentences of a document under a word budget, in the document's order.
 
-The model answers each token: left out, or taken. A sentence's logits are the mean of its tokens'. It learns the
-sentences that a greedy search by ROUGE-1 and ROUGE-2 takes for the reference (Nallapati, Zhai and Zhou 2017), found
-once, when the rows are read. Documents are read in windows (`data.max_windows`), and each sentence is scored once, in
-the window that holds most of it, of equals where it has the most text on both sides.
+The model classifies each token: selected or not. A sentence's logits are the mean of its tokens' logits. The targets
+are the oracle sentences of a greedy search by ROUGE-1 and ROUGE-2 for the reference (Nallapati, Zhai and Zhou 2017),
+computed once, when the rows are read. Documents are read in windows (`data.max_windows`), and each sentence is scored
+once, in the window that holds most of it; on ties, where it has the most text on both sides.
 
 A summary's words are counted by blanks, and its length is by default the mean length of the training references. Its
-first sentence may be longer: no summary is empty.
+first sentence may be longer: a summary is never empty.
 """
 
 import operator
@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Encoded, Floats, Head, Outputs, Ragged, Tokens
-from rtrain.core.text_segmentation import sentence_spans
+from rtrain.core.ragged import EncodedRow, Floats, Head, Outputs, RaggedArray, TokenBatch
+from rtrain.core.text_segmentation import find_sentence_spans
 from rtrain.metrics import rouge as scores, summary_rows
-from rtrain.metrics.summary_oracle import oracle
+from rtrain.metrics.summary_oracle import select_oracle_sentences
 from rtrain.metrics.sums import Floats as Wide, Ints
 from rtrain.tasks import base
-from rtrain.tasks.base import Column, Described, Input
-from rtrain.tasks.classification import divergence
-from rtrain.tasks.defaults import TokenTask, widened
+from rtrain.tasks.base import AnswerColumn, Input, RowReport
+from rtrain.tasks.classification import distillation_kl
+from rtrain.tasks.defaults import TokenTask, upcast_logits
 
 if TYPE_CHECKING:
     import tokenizers
@@ -45,16 +45,16 @@ class ExtractiveSummary(TokenTask):
     output = "summary"
     has_standard_head = False  # a softmax over one output is 1 for each token
     reads_pair = False
-    varies: base.Variation = "text"
+    augmentable: base.Variation = "text"
 
-    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+    def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
         if not any(character.isalnum() for character in text):
             return "the document has no sentence, not one letter or digit; write a text or remove the row"
-        if not scores.rouge_words(label):
+        if not scores.tokenize_for_rouge(label):
             return "the reference summary has no word that ROUGE counts (a to z, 0 to 9); write one or remove the row"
         return None
 
-    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
+    def build_head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         """The budget: the mean length of the training rows' references, in words."""
         if not counts:
             raise UserError(
@@ -63,184 +63,194 @@ class ExtractiveSummary(TokenTask):
         words = sum(len(label.split()) * count for label, count in counts.items())
         return Head(("left out", "taken"), {"max_words": max(1, round(words / sum(counts.values())))})
 
-    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
+    def target_positions(self, text: str, pair: str | None, label: str, encoded: EncodedRow) -> list[int]:
         """The numbers that `rtrain.metrics.summary_rows` describes."""
-        spans = sentence_spans(text)
+        spans = find_sentence_spans(text)
         sentences = [text[start:end] for start, end in spans]
-        taken = oracle(sentences, label, scores.Budget(sentences=max(1, len(sentences))))
-        return summary_rows.write(sentences, places(encoded, spans), taken, label)
+        oracle_positions = select_oracle_sentences(
+            sentences, label, scores.SummaryBudget(sentences=max(1, len(sentences)))
+        )
+        return summary_rows.encode_summary_row(sentences, locate_sentences(encoded, spans), oracle_positions, label)
 
-    def stand_in(self, text: str, head: Head) -> str:
+    def placeholder_label(self, text: str, head: Head) -> str:
         return "unknown"
 
-    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
+    def count_targets(self, tokens: TokenBatch, head: Head) -> dict[str, int]:
         """Sentences that were read."""
-        return {"loss": sum(int(summary_rows.sentences_of(row).read.sum()) for row in tokens.labelled)}
+        return {"loss": sum(int(summary_rows.decode_sentences(row).is_read.sum()) for row in tokens.row_targets)}
 
-    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
 
-        first, end, taken = _sentences(tokens)
-        wanted = torch.from_numpy(taken).to(logits.device)
-        return {"loss": torch.nn.functional.cross_entropy(_pooled(logits, first, end), wanted, reduction="sum")}
+        first, end, in_oracle = _collect_sentences(tokens)
+        labels = torch.from_numpy(in_oracle).to(logits.device)
+        return {"loss": torch.nn.functional.cross_entropy(_pool_sentences(logits, first, end), labels, reduction="sum")}
 
-    def imitation(
-        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    def distillation_loss(
+        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
     ) -> dict[str, "torch.Tensor"]:
         """T^2 x KL of each sentence, as in classification."""
-        first, end, _ = _sentences(tokens)
-        known = _means(tokens.teacher, first, end).astype(np.float32)
-        return {"loss": divergence(_pooled(logits, first, end), known, temperature)}
+        first, end, _ = _collect_sentences(tokens)
+        teacher_logits = _mean_outputs(tokens.teacher_logits, first, end).astype(np.float32)
+        return {"loss": distillation_kl(_pool_sentences(logits, first, end), teacher_logits, temperature)}
 
-    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
-        """For each row its figures (`summary_rows.FIGURES`) under the head's budget; then for each of its sentences the
-        chance that it is taken, or -1 where it was not read, and whether it is in the summary."""
+    def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
+        """For each row its figures (`summary_rows.NUM_FIGURES`) under the head's budget; then for each of its sentences
+        the probability that it is selected, or -1 if it was not read, and whether it is in the summary."""
         rows = []
-        budget = scores.Budget(words=int(head.facts["max_words"]))
-        for output, values in zip(outputs, tokens.labelled, strict=True):
-            sentences, (rouge, bleu) = summary_rows.sentences_of(values), summary_rows.words_of(values)
-            margins = _margins(output, sentences.first, sentences.end)
+        budget = scores.SummaryBudget(words=int(head.facts["max_words"]))
+        for output, values in zip(outputs, tokens.row_targets, strict=True):
+            sentences, (rouge, bleu) = summary_rows.decode_sentences(values), summary_rows.decode_words(values)
+            margins = _compute_margins(output, sentences.first, sentences.end)
             words = sentences.words.tolist()
-            picked = scores.pick(_order(margins), words, budget)
-            lead = scores.pick(range(len(words)), words, budget)
+            picked_positions = scores.pick_sentences(_rank_sentences(margins), words, budget)
+            lead = scores.pick_sentences(range(len(words)), words, budget)
             figures: list[float] = []
-            for chosen in (picked, lead):
-                figures += scores.rouge(rouge.of(chosen), rouge.reference)
-                figures += scores.bleu_counts(bleu.of(chosen), bleu.reference)
-            figures += scores.rouge(rouge.of(np.flatnonzero(sentences.taken)), rouge.reference)
-            wrong = np.where(sentences.taken, -margins, margins)[sentences.read]
-            figures.append(float(np.logaddexp(0, wrong).mean()) if len(wrong) else 0.0)
-            assert len(figures) == summary_rows.FIGURES
-            chances = np.where(sentences.read, _chance(margins), -1.0)
-            given = np.isin(np.arange(len(words)), picked)
-            rows.append([*figures, *np.stack([chances, given], axis=1).ravel()])
-        return Ragged.of(rows, np.float64)
+            for positions in (picked_positions, lead):
+                figures += scores.compute_rouge(rouge.select_words(positions), rouge.reference)
+                figures += scores.count_bleu(bleu.select_words(positions), bleu.reference)
+            figures += scores.compute_rouge(rouge.select_words(np.flatnonzero(sentences.in_oracle)), rouge.reference)
+            wrong_margins = np.where(sentences.in_oracle, -margins, margins)[sentences.is_read]
+            figures.append(float(np.logaddexp(0, wrong_margins).mean()) if len(wrong_margins) else 0.0)
+            assert len(figures) == summary_rows.NUM_FIGURES
+            probabilities = np.where(sentences.is_read, _to_probability(margins), -1.0)
+            is_picked = np.isin(np.arange(len(words)), picked_positions)
+            rows.append([*figures, *np.stack([probabilities, is_picked], axis=1).ravel()])
+        return RaggedArray.from_rows(rows, np.float64)
 
-    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
-        """The oracle's sentences and those of the summary, by their numbers from 1."""
-        found = [summary_rows.answered(row) for row in outcomes]
-        picked = [given for _, given in found]
-        return Described(
-            target=[_numbers(summary_rows.sentences_of(row).taken) for row in targets],
-            prediction=[_numbers(given) for given in picked],
-            score=np.array([chances[given].mean() if given.any() else np.nan for chances, given in found]),
-            loss=np.array([row[summary_rows.FIGURES - 1] for row in outcomes]),
+    def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
+        """The oracle's and the summary's sentences, by their numbers from 1."""
+        sentence_results = [summary_rows.decode_result(row) for row in row_results]
+        picked_masks = [is_picked for _, is_picked in sentence_results]
+        return RowReport(
+            target=[_format_numbers(summary_rows.decode_sentences(row).in_oracle) for row in targets],
+            prediction=[_format_numbers(is_picked) for is_picked in picked_masks],
+            score=np.array(
+                [chances[is_picked].mean() if is_picked.any() else np.nan for chances, is_picked in sentence_results]
+            ),
+            loss=np.array([row[summary_rows.NUM_FIGURES - 1] for row in row_results]),
         )
 
     def decode(
         self,
         outputs: Outputs,
-        asked: Sequence[Input],
-        encoded: Sequence[Encoded],
+        inputs: Sequence[Input],
+        encoded: Sequence[EncodedRow],
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
         """`{"summary_text", "sentences": [{"text", "score", "start", "end"}, ...]}` for each text: at most
         `parameters["max_words"]` words, by default the head's; start and end are characters."""
-        most = parameters.get("max_words")
-        budget = scores.Budget(words=int(head.facts["max_words"] if most is None else most))
+        max_words = parameters.get("max_words")
+        budget = scores.SummaryBudget(words=int(head.facts["max_words"] if max_words is None else max_words))
         answers = []
-        for given, output, row in zip(asked, outputs, encoded, strict=True):
-            text = given if isinstance(given, str) else given["text"]
-            spans = sentence_spans(text)
-            margins = _margins(output, *np.array(places(row, spans), dtype=np.int64).reshape(-1, 2).T)
-            words = scores.lengths([text[start:end] for start, end in spans])
-            picked = scores.pick(_order(margins), words, budget)
-            found = [(*spans[place], float(_chance(margins[place]))) for place in picked]
-            sentences = [
-                {"text": text[start:end], "score": chance, "start": start, "end": end} for start, end, chance in found
+        for input_item, output, row in zip(inputs, outputs, encoded, strict=True):
+            text = input_item if isinstance(input_item, str) else input_item["text"]
+            spans = find_sentence_spans(text)
+            margins = _compute_margins(output, *np.array(locate_sentences(row, spans), dtype=np.int64).reshape(-1, 2).T)
+            words = scores.count_words([text[start:end] for start, end in spans])
+            picked_positions = scores.pick_sentences(_rank_sentences(margins), words, budget)
+            picked_sentences = [
+                (*spans[position], float(_to_probability(margins[position]))) for position in picked_positions
             ]
-            summary = " ".join(text[start:end] for start, end, _ in found)
+            sentences = [
+                {"text": text[start:end], "score": chance, "start": start, "end": end}
+                for start, end, chance in picked_sentences
+            ]
+            summary = " ".join(text[start:end] for start, end, _ in picked_sentences)
             answers.append({"summary_text": summary, "sentences": sentences})
         return answers
 
-    def examples(self, head: Head) -> list[Input]:
+    def example_inputs(self, head: Head) -> list[Input]:
         return list(EXAMPLES)
 
-    def columns(self, head: Head) -> list[Column]:
+    def answer_columns(self, head: Head) -> list[AnswerColumn]:
         sentence = {"text": str, "score": float, "start": int, "end": int}
         return [
-            Column("summary", str, operator.itemgetter("summary_text")),
-            Column("sentences", [sentence], operator.itemgetter("sentences")),
+            AnswerColumn("summary", str, operator.itemgetter("summary_text")),
+            AnswerColumn("sentences", [sentence], operator.itemgetter("sentences")),
         ]
 
 
-def places(encoded: Encoded, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """For each sentence its first token and the token behind its last, in one window; (0, 0) where it was not read.
+def locate_sentences(encoded: EncodedRow, spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """For each sentence its first token and the token after its last, in one window; (0, 0) if it was not read.
 
-    Of the windows the one that has most of its tokens, of equals that in which it is farthest from an edge; the text's
-    own beginning and end are no edges.
+    The window holds most of its tokens; on ties, the sentence is farthest from an edge in it. The beginning and end of
+    the text are not edges.
     """
     starts = np.array([start for start, _ in spans], dtype=np.int64)
     best: dict[int, tuple[int, int, int]] = {}  # sentence -> (tokens, distance from the edge, first token)
     begin, last = 0, len(encoded.windows) - 1
     for number, window in enumerate(encoded.windows):
-        characters = np.array(encoded.spans[begin : begin + window.tokens], dtype=np.int64).reshape(-1, 2)
-        # By its last character: a token may begin at the blank before its word, none ends behind it.
+        characters = np.array(encoded.spans[begin : begin + window.num_tokens], dtype=np.int64).reshape(-1, 2)
+        # Assigned by the last character: a token may begin at the blank before its word, none ends after it.
         owner = np.searchsorted(starts, characters[:, 1] - 1, side="right") - 1
         owner[characters[:, 0] == characters[:, 1]] = -1  # special tokens
         for sentence in np.unique(owner[owner >= 0]).tolist():
-            own = np.flatnonzero(owner == sentence)
-            first, end = int(own[0]), int(own[-1]) + 1
-            before = first if number else len(encoded.ids)
-            after = window.tokens - end if number < last else len(encoded.ids)
-            found = (end - first, min(before, after), begin + first)
-            if sentence not in best or found[:2] > best[sentence][:2]:
-                best[sentence] = found
-        begin += window.tokens
-    kept = [best.get(sentence, (0, 0, 0)) for sentence in range(len(spans))]
-    return [(first, first + count) for count, _, first in kept]
+            sentence_tokens = np.flatnonzero(owner == sentence)
+            first, end = int(sentence_tokens[0]), int(sentence_tokens[-1]) + 1
+            tokens_before = first if number else len(encoded.ids)
+            tokens_after = window.num_tokens - end if number < last else len(encoded.ids)
+            candidate = (end - first, min(tokens_before, tokens_after), begin + first)
+            if sentence not in best or candidate[:2] > best[sentence][:2]:
+                best[sentence] = candidate
+        begin += window.num_tokens
+    locations = [best.get(sentence, (0, 0, 0)) for sentence in range(len(spans))]
+    return [(first, first + count) for count, _, first in locations]
 
 
-def _sentences(tokens: Tokens) -> tuple[Ints, Ints, Ints]:
-    """All sentences of the batch that were read: first token, the one behind the last, and whether it is taken."""
-    first, end, taken, begin = [], [], [], 0
-    for values, length in zip(tokens.labelled, tokens.lengths_of_rows.tolist(), strict=True):
-        row = summary_rows.sentences_of(values)
-        first.append(begin + row.first[row.read])
-        end.append(begin + row.end[row.read])
-        taken.append(row.taken[row.read].astype(np.int64))
+def _collect_sentences(tokens: TokenBatch) -> tuple[Ints, Ints, Ints]:
+    """All sentences of the batch that were read: first token, the token after the last, and whether the oracle selects
+    it."""
+    first, end, in_oracle, begin = [], [], [], 0
+    for values, length in zip(tokens.row_targets, tokens.row_lengths.tolist(), strict=True):
+        row = summary_rows.decode_sentences(values)
+        first.append(begin + row.first[row.is_read])
+        end.append(begin + row.end[row.is_read])
+        in_oracle.append(row.in_oracle[row.is_read].astype(np.int64))
         begin += length
-    return np.concatenate(first), np.concatenate(end), np.concatenate(taken)
+    return np.concatenate(first), np.concatenate(end), np.concatenate(in_oracle)
 
 
-def _pooled(logits: "torch.Tensor", first: Ints, end: Ints) -> "torch.Tensor":
+def _pool_sentences(logits: "torch.Tensor", first: Ints, end: Ints) -> "torch.Tensor":
     """[sentences, 2], the mean of each sentence's tokens, in fp32 or better."""
     import torch
 
-    wide = widened(logits)
+    fp32_logits = upcast_logits(logits)
     counts = end - first
-    sentence = torch.from_numpy(np.repeat(np.arange(len(first)), counts)).to(wide.device)
+    sentence = torch.from_numpy(np.repeat(np.arange(len(first)), counts)).to(fp32_logits.device)
     token = np.arange(int(counts.sum())) + np.repeat(first - (np.cumsum(counts) - counts), counts)
-    total = wide.new_zeros((len(first), wide.shape[1])).index_add(0, sentence, wide[torch.from_numpy(token)])
-    return total / torch.from_numpy(counts).to(wide)[:, None]
+    total = fp32_logits.new_zeros((len(first), fp32_logits.shape[1])).index_add(
+        0, sentence, fp32_logits[torch.from_numpy(token)]
+    )
+    return total / torch.from_numpy(counts).to(fp32_logits)[:, None]
 
 
-def _means(output: Floats, first: Ints, end: Ints) -> Wide:
-    """[sentences, 2]: the mean output of each sentence's tokens; zeros where a sentence was not read."""
+def _mean_outputs(output: Floats, first: Ints, end: Ints) -> Wide:
+    """[sentences, 2]: the mean output of each sentence's tokens; zeros if a sentence was not read."""
     spans = zip(first.tolist(), end.tolist(), strict=True)
-    means = [output[a:b].mean(axis=0, dtype=np.float64) if b > a else np.zeros(2) for a, b in spans]
+    means = [output[start:end].mean(axis=0, dtype=np.float64) if end > start else np.zeros(2) for start, end in spans]
     return np.array(means, dtype=np.float64).reshape(-1, 2)
 
 
-def _margins(output: Floats, first: Ints, end: Ints) -> Wide:
-    """For each sentence the logit that it is taken; -inf where it was not read."""
-    means = _means(output, first, end)
+def _compute_margins(output: Floats, first: Ints, end: Ints) -> Wide:
+    """For each sentence the logit of its selection; -inf if it was not read."""
+    means = _mean_outputs(output, first, end)
     return np.where(end > first, means[:, 1] - means[:, 0], -np.inf)
 
 
-def _order(margins: Wide) -> list[int]:
+def _rank_sentences(margins: Wide) -> list[int]:
     """Sentences that were read, the best first."""
     order: list[int] = np.argsort(-margins, kind="stable")[: int(np.isfinite(margins).sum())].tolist()
     return order
 
 
-def _chance(margins: Any) -> Any:
+def _to_probability(margins: Any) -> Any:
     return 1 / (1 + np.exp(-np.clip(margins, -700, 700)))
 
 
-def _numbers(given: Any) -> list[str]:
-    return [str(place + 1) for place in np.flatnonzero(given)]
+def _format_numbers(is_picked: Any) -> list[str]:
+    return [str(position + 1) for position in np.flatnonzero(is_picked)]
 
 
 TASK = ExtractiveSummary()

@@ -1,7 +1,7 @@
-"""Labels that are more than one text: the JSON that stands in a column -> texts, or why the row cannot be used.
+"""Labels that are lists or objects: the JSON of a column -> texts, or the reason why the row cannot be used.
 
-A label comes from a file, so it may hold anything that JSON can say: numbers that no float holds, halves of characters,
-brackets a hundred thousand deep. What is wrong with one row is that row's reason, never the end of a job.
+A label comes from a file, so it may hold any JSON: numbers beyond float, lone surrogates, brackets a hundred
+thousand deep. An invalid label makes its row bad and never ends the job.
 """
 
 import json
@@ -10,56 +10,58 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from rtrain.core.errors import quoted
+from rtrain.core.errors import quote_value
 
-TRUTH_VALUES = {name: word for word in ("true", "false") for name in (word, word.title(), word.upper())}
+BOOLEAN_NAMES = {name: word for word in ("true", "false") for name in (word, word.title(), word.upper())}
 """The name of a truth value, by each spelling."""
-_WHOLE = re.compile(r"(0|-?[1-9][0-9]*)\.0+")
+_WHOLE_NUMBER = re.compile(r"(0|-?[1-9][0-9]*)\.0+")
 
 
-class BadLabel(ValueError):
+class InvalidLabel(ValueError):
     """Why a label cannot be used, and what to write instead."""
 
 
-def parsed(label: str, example: str) -> Any:
-    """The JSON value of a label. `example` shows what the task reads."""
+def parse_json_label(label: str, example: str) -> Any:
+    """The JSON value of a label. `example` shows a valid label in messages."""
     try:
         return json.loads(label)
     except (ValueError, RecursionError):  # ValueError: not JSON, or a number of thousands of digits
-        raise BadLabel(
-            f"the label {quoted(label)} is not JSON; write {example}, with double quotes, as json.dumps does"
+        raise InvalidLabel(
+            f"the label {quote_value(label)} is not JSON; write {example}, with double quotes, as json.dumps does"
         ) from None
 
 
-def text_of(value: Any, label: str, example: str) -> str:
+def to_label_text(value: Any, label: str, example: str) -> str:
     """A value of the list or object `label` as a text, under its `canonical_name`."""
     if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
-        raise BadLabel(f"the label {quoted(label)} holds what is no text; write {example}")
-    found = canonical_name(str(value).strip())
+        raise InvalidLabel(f"the label {quote_value(label)} holds a value that is not a text; write {example}")
+    text = canonical_name(str(value).strip())
     try:
-        found.encode("utf-8")
+        text.encode("utf-8")
     except UnicodeEncodeError:
-        raise BadLabel(f"the label {quoted(label)} holds half of a character; write it whole, in UTF-8") from None
-    return found
+        raise InvalidLabel(
+            f"the label {quote_value(label)} holds half of a character; write it whole, in UTF-8"
+        ) from None
+    return text
 
 
-def listed(label: str, example: str) -> list[str]:
-    """The texts of a JSON list, without blanks beside them, as labels that stand alone are read."""
-    values = parsed(label, example)
+def parse_label_list(label: str, example: str) -> list[str]:
+    """The texts of a JSON list, stripped like single labels."""
+    values = parse_json_label(label, example)
     assert isinstance(values, list)  # the label begins with a bracket
-    found = [text_of(value, label, example).strip() for value in values]
-    if not all(found):
-        raise BadLabel(f"the label {quoted(label)} holds an empty text; leave it out, as in {example}")
-    return found
+    texts = [to_label_text(value, label, example).strip() for value in values]
+    if not all(texts):
+        raise InvalidLabel(f"the label {quote_value(label)} holds an empty text; leave it out, as in {example}")
+    return texts
 
 
 def canonical_name(name: str) -> str:
-    """A label's name whatever program has written it: `true` for `True`, and `1` for `1.0`, as in JSON."""
-    whole = _WHOLE.fullmatch(name)
-    return whole[1] if whole else TRUTH_VALUES.get(name, name)
+    """A label's name independent of the program that wrote it: `true` for `True`, and `1` for `1.0`, as in JSON."""
+    whole_number = _WHOLE_NUMBER.fullmatch(name)
+    return whole_number[1] if whole_number else BOOLEAN_NAMES.get(name, name)
 
 
-def ordered(names: Iterable[str]) -> list[str]:
+def sort_labels(names: Iterable[str]) -> list[str]:
     """Labels in the order of a model's outputs: whole numbers by their value, other labels by their text."""
     names = list(names)
     try:
@@ -68,10 +70,10 @@ def ordered(names: Iterable[str]) -> list[str]:
         return sorted(names)
 
 
-def flaw_of(read: Any, label: str) -> str | None:
-    """Why `read` cannot read a label, or None."""
+def validate_label(parse: Any, label: str) -> str | None:
+    """Why `parse` cannot read a label, or None."""
     try:
-        read(label)
-    except BadLabel as bad:
+        parse(label)
+    except InvalidLabel as bad:
         return str(bad)
     return None

@@ -1,7 +1,7 @@
-"""Several answers to one text at once, each of its own labels: its intent and its sentiment.
+"""Several answers to one text, each with its own labels: its intent and its sentiment.
 
 `data.label` is a list of columns, one head each, named after the column. A row may lack some of its labels: it then
-counts for the others. Each head's loss is divided by that head's own number of targets, and the heads are added.
+counts for the other heads. Each head's loss is divided by that head's number of targets; the heads are summed.
 """
 
 import json
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.core.errors import UserError, quoted
-from rtrain.core.ragged import IGNORED, Encoded, Head, Outputs, Ragged, Tokens
+from rtrain.core.errors import UserError, quote_value
+from rtrain.core.ragged import IGNORE_INDEX, EncodedRow, Head, Outputs, RaggedArray, TokenBatch
 from rtrain.metrics.calibration import softmax
-from rtrain.tasks.base import Column, Described, Input, Targets
-from rtrain.tasks.classification import divergence, ranked
-from rtrain.tasks.labels import BadLabel, flaw_of, ordered, parsed, text_of
-from rtrain.tasks.pooled import PooledTask, pooled
+from rtrain.tasks.base import AnswerColumn, Input, RowReport, Targets
+from rtrain.tasks.classification import distillation_kl, rank_labels
+from rtrain.tasks.labels import InvalidLabel, parse_json_label, sort_labels, to_label_text, validate_label
+from rtrain.tasks.pooled import PooledTask, pool_logits
 
 if TYPE_CHECKING:
     import tokenizers
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 class MultiHead(PooledTask):
     name = "multi_head"
     output = "heads"
-    has_standard_head = False  # one softmax over the labels of all heads is none of their answers
-    smooths = True
+    has_standard_head = False  # a softmax over the labels of all heads is not an answer of any head
+    supports_label_smoothing = True
 
-    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+    def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
         if not label.startswith("{"):
             return "one column of labels; name several, e.g. --set data.label=[intent,sentiment]"
-        return flaw_of(_labels, label)
+        return validate_label(_parse_labels, label)
 
-    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
-        """Labels are `head=label`; which outputs are whose is in the facts: [[head, number of labels], ...]."""
-        found: dict[str, set[str]] = {}
+    def build_head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
+        """Labels are `head=label`; the facts name each head's outputs: [[head, number of labels], ...]."""
+        labels_by_head: dict[str, set[str]] = {}
         for row in counts:
-            for name, label in _labels(row).items():
-                found.setdefault(name, set()).update([label] if label else [])
-        for name, labels in found.items():
+            for name, label in _parse_labels(row).items():
+                labels_by_head.setdefault(name, set()).update([label] if label else [])
+        for name, labels in labels_by_head.items():
             if len(labels) < 2:
                 only = ", ".join(repr(label) for label in labels) or "none"
                 raise UserError(
@@ -49,71 +49,81 @@ class MultiHead(PooledTask):
                     "needs at least two. Add rows of another label, or leave the column out.",
                     code="one_label",
                 )
-        names = tuple(f"{name}={label}" for name, labels in found.items() for label in ordered(labels))
-        return Head(names, {"heads": [[name, len(labels)] for name, labels in found.items()]})
+        names = tuple(f"{name}={label}" for name, labels in labels_by_head.items() for label in sort_labels(labels))
+        return Head(names, {"heads": [[name, len(labels)] for name, labels in labels_by_head.items()]})
 
-    def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:
-        """For each head the place among its own labels; ignored where the row has none."""
-        index = {name: {label: place for place, label in enumerate(own)} for name, own, _ in heads(head)}
-        found = np.full((len(labels), len(index)), IGNORED, dtype=np.float32)
+    def build_targets(self, labels: Sequence[str], target_positions: RaggedArray | None, head: Head) -> Targets:
+        """For each head the index among its labels; `IGNORE_INDEX` if the row has no label."""
+        index = {
+            name: {label: position for position, label in enumerate(head_labels)}
+            for name, head_labels, _ in iter_heads(head)
+        }
+        label_indices = np.full((len(labels), len(index)), IGNORE_INDEX, dtype=np.float32)
         for row, label in enumerate(labels):
-            given = _labels(label)
-            for column, (name, places) in enumerate(index.items()):
-                if given.get(name):
-                    found[row, column] = places.get(given[name], -1)
-        return Targets(Ragged.even(found), (found == -1).any(axis=1))
+            row_labels = _parse_labels(label)
+            for column, (name, index_by_label) in enumerate(index.items()):
+                if row_labels.get(name):
+                    label_indices[row, column] = index_by_label.get(row_labels[name], -1)
+        return Targets(RaggedArray.from_matrix(label_indices), (label_indices == -1).any(axis=1))
 
-    def stand_in(self, text: str, head: Head) -> str:
-        return json.dumps({name: own[0] for name, own, _ in heads(head)})
+    def placeholder_label(self, text: str, head: Head) -> str:
+        return json.dumps({name: head_labels[0] for name, head_labels, _ in iter_heads(head)})
 
-    def parts(self, head: Head) -> tuple[str, ...]:
-        return tuple(name for name, _, _ in heads(head))
+    def loss_parts(self, head: Head) -> tuple[str, ...]:
+        return tuple(name for name, _, _ in iter_heads(head))
 
-    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
-        names = self.parts(head)
-        present = tokens.targets.reshape(len(tokens), len(names)) != IGNORED
+    def count_targets(self, tokens: TokenBatch, head: Head) -> dict[str, int]:
+        names = self.loss_parts(head)
+        present = tokens.targets.reshape(len(tokens), len(names)) != IGNORE_INDEX
         return dict(zip(names, present.sum(axis=0).tolist(), strict=True))
 
-    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
 
-        found, names = pooled(logits, tokens, head), self.parts(head)
-        wanted = torch.from_numpy(tokens.targets.reshape(len(tokens), len(names)).astype(np.int64)).to(found.device)
+        head_logits, names = pool_logits(logits, tokens, head), self.loss_parts(head)
+        label_indices = torch.from_numpy(tokens.targets.reshape(len(tokens), len(names)).astype(np.int64)).to(
+            head_logits.device
+        )
         return {
             name: torch.nn.functional.cross_entropy(
-                found[:, columns], wanted[:, place], reduction="sum", ignore_index=IGNORED
+                head_logits[:, columns], label_indices[:, position], reduction="sum", ignore_index=IGNORE_INDEX
             )
-            for place, (name, _, columns) in enumerate(heads(head))
+            for position, (name, _, columns) in enumerate(iter_heads(head))
         }
 
-    def imitation(
-        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    def distillation_loss(
+        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
     ) -> dict[str, "torch.Tensor"]:
         """As in classification, head by head, over the rows that have the head's label."""
-        found, targets = pooled(logits, tokens, head), tokens.targets.reshape(len(tokens), -1)
+        head_logits, targets = pool_logits(logits, tokens, head), tokens.targets.reshape(len(tokens), -1)
         sums = {}
-        for place, (name, _, columns) in enumerate(heads(head)):
-            rows = np.flatnonzero(targets[:, place] != IGNORED)
-            sums[name] = divergence(found[rows.tolist()][:, columns], tokens.teacher[rows][:, columns], temperature)
+        for head_index, (name, _, columns) in enumerate(iter_heads(head)):
+            rows = np.flatnonzero(targets[:, head_index] != IGNORE_INDEX)
+            sums[name] = distillation_kl(
+                head_logits[rows.tolist()][:, columns], tokens.teacher_logits[rows][:, columns], temperature
+            )
         return sums
 
-    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
-        logits, true = outcomes.matrix(len(head.labels)), targets.matrix(len(head.facts["heads"])).astype(np.int64)
+    def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
+        logits, true = (
+            row_results.to_matrix(len(head.labels)),
+            targets.to_matrix(len(head.facts["heads"])).astype(np.int64),
+        )
         best, score = np.zeros(true.shape, dtype=np.int64), np.ones(len(true))
-        loss, present = np.zeros(true.shape), true != IGNORED
+        loss, present = np.zeros(true.shape), true != IGNORE_INDEX
         labels = []
-        for place, (_, own, columns) in enumerate(heads(head)):
-            chances = softmax(logits[:, columns])
-            best[:, place] = chances.argmax(axis=1)
-            score = np.minimum(score, chances.max(axis=1))
+        for head_index, (_, head_labels, columns) in enumerate(iter_heads(head)):
+            probabilities = softmax(logits[:, columns])
+            best[:, head_index] = probabilities.argmax(axis=1)
+            score = np.minimum(score, probabilities.max(axis=1))
             with np.errstate(divide="ignore"):
-                right = chances[np.arange(len(true)), np.maximum(0, true[:, place])]
-                own_loss = -np.log(np.where(true[:, place] >= 0, right, 0.0))
-            loss[:, place] = np.where(present[:, place], own_loss, 0.0)
-            labels.append([*own, ""])  # -1 and IGNORED: the head has no such label
-        return Described(
-            target=[[names[max(-1, place)] for names, place in zip(labels, row, strict=True)] for row in true],
-            prediction=[[names[place] for names, place in zip(labels, row, strict=True)] for row in best],
+                target_probability = probabilities[np.arange(len(true)), np.maximum(0, true[:, head_index])]
+                head_loss = -np.log(np.where(true[:, head_index] >= 0, target_probability, 0.0))
+            loss[:, head_index] = np.where(present[:, head_index], head_loss, 0.0)
+            labels.append([*head_labels, ""])  # -1 and IGNORE_INDEX: the head has no such label
+        return RowReport(
+            target=[[names[max(-1, index)] for names, index in zip(labels, row, strict=True)] for row in true],
+            prediction=[[names[index] for names, index in zip(labels, row, strict=True)] for row in best],
             score=score,
             loss=loss.sum(axis=1) / np.maximum(1, present.sum(axis=1)),
         )
@@ -121,47 +131,50 @@ class MultiHead(PooledTask):
     def decode(
         self,
         outputs: Outputs,
-        asked: Sequence[Input],
-        encoded: Sequence[Encoded],
+        inputs: Sequence[Input],
+        encoded: Sequence[EncodedRow],
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
         """For each input an object with the ranked labels of each head."""
         logits = np.asarray(outputs)
-        answers = {name: ranked(softmax(logits[:, columns]), own, parameters) for name, own, columns in heads(head)}
+        answers = {
+            name: rank_labels(softmax(logits[:, columns]), head_labels, parameters)
+            for name, head_labels, columns in iter_heads(head)
+        }
         return [{name: rows[row] for name, rows in answers.items()} for row in range(len(logits))]
 
-    def columns(self, head: Head) -> list[Column]:
+    def answer_columns(self, head: Head) -> list[AnswerColumn]:
         """For each head its best label, in a column of the head's name, and that label's score."""
-        found = []
-        for name, _, _ in heads(head):
-            found.append(Column(name, str, partial(_best, name, "label")))
-            found.append(Column(f"{name} score", float, partial(_best, name, "score")))
-        return found
+        columns = []
+        for name, _, _ in iter_heads(head):
+            columns.append(AnswerColumn(name, str, partial(_best_entry, name, "label")))
+            columns.append(AnswerColumn(f"{name} score", float, partial(_best_entry, name, "score")))
+        return columns
 
 
-def _best(head: str, entry: str, answer: Any) -> Any:
+def _best_entry(head: str, entry: str, answer: Any) -> Any:
     return answer[head][0][entry]
 
 
-def _labels(label: str) -> dict[str, str]:
-    """Label by the name of its head; an empty one, or null, where the row has none. Raises `BadLabel`."""
+def _parse_labels(label: str) -> dict[str, str]:
+    """Label by the name of its head; empty or null if the row has none. Raises `InvalidLabel`."""
     example = '{"intent": "buy", "mood": "good"}'
-    found = {
-        text_of(name, label, example): "" if value is None else text_of(value, label, example).strip()
-        for name, value in parsed(label, example).items()
+    label_by_head = {
+        to_label_text(name, label, example): "" if value is None else to_label_text(value, label, example).strip()
+        for name, value in parse_json_label(label, example).items()
     }
-    if not any(found.values()):
-        raise BadLabel(f"the label {quoted(label)} is empty; write {example}")
-    return found
+    if not any(label_by_head.values()):
+        raise InvalidLabel(f"the label {quote_value(label)} is empty; write {example}")
+    return label_by_head
 
 
-def heads(head: Head) -> Iterator[tuple[str, list[str], slice]]:
-    """(name, own labels, columns among the outputs) of each head."""
+def iter_heads(head: Head) -> Iterator[tuple[str, list[str], slice]]:
+    """(name, labels, columns among the outputs) of each head."""
     start = 0
     for name, size in head.facts["heads"]:
-        own = [label.removeprefix(f"{name}=") for label in head.labels[start : start + size]]
-        yield name, own, slice(start, start + size)
+        head_labels = [label.removeprefix(f"{name}=") for label in head.labels[start : start + size]]
+        yield name, head_labels, slice(start, start + size)
         start += size
 
 

@@ -1,4 +1,4 @@
-"""Any number of labels per text, none included: each label is a yes or no of its own.
+"""Any number of labels per text, or none: a binary decision for each label.
 
 A row's labels are a list (parquet, jsonl), or a text with `data.separator` between them; an empty list is a row to
 which no label applies. The probability from which each label is given is chosen on the validation rows (`calibrate`).
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Encoded, Head, Outputs, Ragged, Tokens
+from rtrain.core.ragged import EncodedRow, Head, Outputs, RaggedArray, TokenBatch
 from rtrain.metrics.classification import choose_label_thresholds
-from rtrain.metrics.tables import thresholds_of
-from rtrain.tasks.base import Column, Described, Input, ProblemType, Targets
-from rtrain.tasks.classification import ranked
-from rtrain.tasks.labels import flaw_of, listed, ordered
-from rtrain.tasks.pooled import PooledTask, pooled
+from rtrain.metrics.tables import label_thresholds
+from rtrain.tasks.base import AnswerColumn, Input, ProblemType, RowReport, Targets
+from rtrain.tasks.classification import rank_labels
+from rtrain.tasks.labels import parse_label_list, sort_labels, validate_label
+from rtrain.tasks.pooled import PooledTask, pool_logits
 
 if TYPE_CHECKING:
     import tokenizers
@@ -28,114 +28,118 @@ class MultiLabel(PooledTask):
     output = "labels"
     problem_type: ProblemType = "multi_label_classification"
 
-    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
-        return flaw_of(labels_of, label)
+    def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
+        return validate_label(parse_labels, label)
 
-    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
-        found = {label for row in counts for label in labels_of(row)}
-        if not found:
+    def build_head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
+        label_set = {label for row in counts for label in parse_labels(row)}
+        if not label_set:
             raise UserError(
                 "data.label: no training row has a label; add rows with labels, or name another column with "
                 "--set data.label=COLUMN",
                 code="no_labels",
             )
-        return Head(tuple(ordered(found)))
+        return Head(tuple(sort_labels(label_set)))
 
-    def targets(self, labels: Sequence[str], marks: Ragged | None, head: Head) -> Targets:
+    def build_targets(self, labels: Sequence[str], target_positions: RaggedArray | None, head: Head) -> Targets:
         """A zero or one for each label of the head."""
-        index = {name: place for place, name in enumerate(head.labels)}
-        found = np.zeros((len(labels), len(head.labels)), dtype=np.float32)
-        unknown = np.zeros(len(labels), dtype=np.bool_)
+        index = {name: position for position, name in enumerate(head.labels)}
+        has_label = np.zeros((len(labels), len(head.labels)), dtype=np.float32)
+        has_unknown_label = np.zeros(len(labels), dtype=np.bool_)
         for row, label in enumerate(labels):
-            for name in labels_of(label):
+            for name in parse_labels(label):
                 if name in index:
-                    found[row, index[name]] = 1
+                    has_label[row, index[name]] = 1
                 else:
-                    unknown[row] = True
-        return Targets(Ragged.even(found), unknown)
+                    has_unknown_label[row] = True
+        return Targets(RaggedArray.from_matrix(has_label), has_unknown_label)
 
-    def stand_in(self, text: str, head: Head) -> str:
+    def placeholder_label(self, text: str, head: Head) -> str:
         return "[]"
 
-    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
 
-        found = pooled(logits, tokens, head)
-        wanted = torch.from_numpy(tokens.targets.reshape(tuple(found.shape)).copy()).to(found)
-        return {"loss": torch.nn.functional.binary_cross_entropy_with_logits(found, wanted, reduction="sum")}
+        row_logits = pool_logits(logits, tokens, head)
+        has_label = torch.from_numpy(tokens.targets.reshape(tuple(row_logits.shape)).copy()).to(row_logits)
+        return {"loss": torch.nn.functional.binary_cross_entropy_with_logits(row_logits, has_label, reduction="sum")}
 
-    def imitation(
-        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    def distillation_loss(
+        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
     ) -> dict[str, "torch.Tensor"]:
-        """T^2 x KL of each label's yes or no, softened by T."""
+        """T^2 x KL of each label's binary decision, softened by T."""
         import torch
         import torch.nn.functional as F
 
-        found = pooled(logits, tokens, head) / temperature
-        known = torch.from_numpy(tokens.teacher.copy()).to(found) / temperature
-        wanted = torch.sigmoid(known)
-        # The cross-entropy to the teacher less the teacher's own entropy, which has no gradient.
-        cross = F.binary_cross_entropy_with_logits(found, wanted, reduction="sum")
-        own = F.binary_cross_entropy_with_logits(known, wanted, reduction="sum")
-        return {"loss": temperature**2 * (cross - own)}
+        student_logits = pool_logits(logits, tokens, head) / temperature
+        teacher_logits = torch.from_numpy(tokens.teacher_logits.copy()).to(student_logits) / temperature
+        teacher_probabilities = torch.sigmoid(teacher_logits)
+        # The cross-entropy to the teacher minus the teacher's entropy, which has no gradient.
+        cross_entropy = F.binary_cross_entropy_with_logits(student_logits, teacher_probabilities, reduction="sum")
+        teacher_entropy = F.binary_cross_entropy_with_logits(teacher_logits, teacher_probabilities, reduction="sum")
+        return {"loss": temperature**2 * (cross_entropy - teacher_entropy)}
 
-    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        """The chance from which each label is given, by label."""
+    def calibrate(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> dict[str, Any]:
+        """Choose the minimum probability of each label."""
         size = len(head.labels)
-        chosen = choose_label_thresholds(outcomes.matrix(size).astype(np.float64), targets.matrix(size) > 0)
-        if chosen is None:
+        logit_thresholds = choose_label_thresholds(
+            row_results.to_matrix(size).astype(np.float64), targets.to_matrix(size) > 0
+        )
+        if logit_thresholds is None:
             return {}
-        return {"thresholds": dict(zip(head.labels, sigmoid(chosen).tolist(), strict=True))}
+        return {"thresholds": dict(zip(head.labels, sigmoid(logit_thresholds).tolist(), strict=True))}
 
-    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
-        logits, true = outcomes.matrix(len(head.labels)), targets.matrix(len(head.labels))
-        chances = sigmoid(logits)
-        given = np.where(np.isnan(logits), true <= 0, chances >= thresholds_of(head))  # wrong, as it is scored
+    def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
+        logits, true = row_results.to_matrix(len(head.labels)), targets.to_matrix(len(head.labels))
+        probabilities = sigmoid(logits)
+        predicted = np.where(
+            np.isnan(logits), true <= 0, probabilities >= label_thresholds(head)
+        )  # wrong, as it is scored
         # softplus(-z) where the label applies, softplus(z) where not
         loss = np.logaddexp(0, np.where(true > 0, -logits, logits)).mean(axis=1)
-        return Described(
-            target=[[head.labels[place] for place in np.flatnonzero(row)] for row in true],
-            prediction=[[head.labels[place] for place in np.flatnonzero(row)] for row in given],
-            score=np.where(given, chances, 1 - chances).min(axis=1, initial=1.0),
+        return RowReport(
+            target=[[head.labels[position] for position in np.flatnonzero(row)] for row in true],
+            prediction=[[head.labels[position] for position in np.flatnonzero(row)] for row in predicted],
+            score=np.where(predicted, probabilities, 1 - probabilities).min(axis=1, initial=1.0),
             loss=loss,
         )
 
     def decode(
         self,
         outputs: Outputs,
-        asked: Sequence[Input],
-        encoded: Sequence[Encoded],
+        inputs: Sequence[Input],
+        encoded: Sequence[EncodedRow],
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
-        """`[{"label", "score"}, ...]` per row, best first; the scores are chances of their own, not shares of one."""
-        return ranked(sigmoid(np.asarray(outputs)), head.labels, parameters)
+        """`[{"label", "score"}, ...]` per row, best first; each score is an independent probability."""
+        return rank_labels(sigmoid(np.asarray(outputs)), head.labels, parameters)
 
-    def columns(self, head: Head) -> list[Column]:
-        """The labels from their thresholds on, the surest first, and their scores; both may be empty."""
-        thresholds = self.thresholds(head)
+    def answer_columns(self, head: Head) -> list[AnswerColumn]:
+        """The labels at or above their thresholds, the highest score first, and their scores; both may be empty."""
+        thresholds = self.label_thresholds(head)
 
-        def given(answer: Any, name: str) -> list[Any]:
+        def list_entries(answer: Any, name: str) -> list[Any]:
             return [entry[name] for entry in answer if entry["score"] >= thresholds[entry["label"]]]
 
         return [
-            Column("labels", [str], lambda answer: given(answer, "label")),
-            Column("scores", [float], lambda answer: given(answer, "score")),
+            AnswerColumn("labels", [str], lambda answer: list_entries(answer, "label")),
+            AnswerColumn("scores", [float], lambda answer: list_entries(answer, "score")),
         ]
 
-    def thresholds(self, head: Head) -> dict[str, float]:
-        return dict(zip(head.labels, thresholds_of(head).tolist(), strict=True))
+    def label_thresholds(self, head: Head) -> dict[str, float]:
+        return dict(zip(head.labels, label_thresholds(head).tolist(), strict=True))
 
 
-def labels_of(label: str) -> list[str]:
-    """A JSON list, or a single label. Raises `BadLabel`."""
+def parse_labels(label: str) -> list[str]:
+    """A JSON list, or a single label. Raises `InvalidLabel`."""
     if label.startswith("["):
-        return listed(label, '["a", "b"]')
+        return parse_label_list(label, '["a", "b"]')
     return [label] if label else []
 
 
 def sigmoid(logits: Any) -> Any:
-    """Chances, float64."""
+    """Probabilities, float64."""
     return 1 / (1 + np.exp(-np.asarray(logits, dtype=np.float64).clip(-700, 700)))
 
 

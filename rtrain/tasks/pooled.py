@@ -1,66 +1,68 @@
-"""What the tasks share that answer once per row: windows of a long text are pooled into one output."""
+"""The common part of tasks with one output per row: the windows of a long text are pooled."""
 
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.core.ragged import Floats, Head, Outputs, Ragged, Tokens
+from rtrain.core.ragged import Floats, Head, Outputs, RaggedArray, TokenBatch
 from rtrain.tasks import base
-from rtrain.tasks.defaults import Defaults, widened
+from rtrain.tasks.defaults import BaseTask, upcast_logits
 
 if TYPE_CHECKING:
     import torch
 
 
-class PooledTask(Defaults):
-    """The part of `base.Task` that is the same for all of them."""
+class PooledTask(BaseTask):
+    """The part of `base.Task` that these tasks share."""
 
     auto_model = "AutoModelForSequenceClassification"
-    by_token = False
-    varies: base.Variation = "text"
+    is_token_level = False
+    augmentable: base.Variation = "text"
 
-    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
+    def count_targets(self, tokens: TokenBatch, head: Head) -> dict[str, int]:
         return {"loss": len(tokens.targets)}
 
-    def outputs(self, logits: Floats, tokens: Tokens, head: Head) -> Floats:
+    def row_outputs(self, logits: Floats, tokens: TokenBatch, head: Head) -> Floats:
         """[rows, outputs]."""
-        if len(tokens.lengths) == len(tokens):
+        if len(tokens.window_lengths) == len(tokens):
             return logits
-        starts = tokens.first_windows
-        match _pooling(head.facts):
+        starts = tokens.first_window_indices
+        match _pooling_mode(head.facts):
             case "max":
-                found: Floats = np.maximum.reduceat(logits, starts, axis=0)
+                pooled_logits: Floats = np.maximum.reduceat(logits, starts, axis=0)
             case "first":
-                found = logits[starts]
+                pooled_logits = logits[starts]
             case _:
-                found = (np.add.reduceat(logits, starts, axis=0) / tokens.windows[:, None]).astype(logits.dtype)
-        return found
+                pooled_logits = (np.add.reduceat(logits, starts, axis=0) / tokens.windows_per_row[:, None]).astype(
+                    logits.dtype
+                )
+        return pooled_logits
 
-    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
-        return Ragged.even(np.asarray(outputs, dtype=np.float64))
+    def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
+        return RaggedArray.from_matrix(np.asarray(outputs, dtype=np.float64))
 
 
-def _pooling(facts: Mapping[str, Any]) -> str:
+def _pooling_mode(facts: Mapping[str, Any]) -> str:
     return str(facts.get("pooling", "mean"))
 
 
-def pooled(logits: "torch.Tensor", tokens: Tokens, head: Head) -> "torch.Tensor":
-    """`PooledTask.outputs`, with a gradient."""
+def pool_logits(logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> "torch.Tensor":
+    """`PooledTask.row_outputs`, with a gradient."""
     import torch
 
-    wide = widened(logits)
-    if len(tokens.lengths) == len(tokens):
-        return wide
-    windows = torch.from_numpy(tokens.windows.astype(np.int64)).to(wide.device)
-    row = torch.repeat_interleave(torch.arange(len(tokens), device=wide.device), windows)
-    shape = (len(tokens), wide.shape[1])
-    match _pooling(head.facts):
+    fp32_logits = upcast_logits(logits)
+    if len(tokens.window_lengths) == len(tokens):
+        return fp32_logits
+    windows = torch.from_numpy(tokens.windows_per_row.astype(np.int64)).to(fp32_logits.device)
+    row = torch.repeat_interleave(torch.arange(len(tokens), device=fp32_logits.device), windows)
+    shape = (len(tokens), fp32_logits.shape[1])
+    match _pooling_mode(head.facts):
         case "max":
             # From -inf: with include_self=False the start, a zero, would take part of the gradient of an equal output.
-            lowest = wide.new_full(shape, -torch.inf)
-            return lowest.scatter_reduce(0, row[:, None].expand_as(wide), wide, "amax")
+            lowest = fp32_logits.new_full(shape, -torch.inf)
+            return lowest.scatter_reduce(0, row[:, None].expand_as(fp32_logits), fp32_logits, "amax")
         case "first":
-            return wide[torch.cumsum(windows, 0) - windows]
+            return fp32_logits[torch.cumsum(windows, 0) - windows]
         case _:
-            return wide.new_zeros(shape).index_add(0, row, wide) / windows[:, None]
+            return fp32_logits.new_zeros(shape).index_add(0, row, fp32_logits) / windows[:, None]

@@ -1,8 +1,9 @@
-"""The span of a text that answers a question, or none. Texts are read in overlapping windows (`data.max_windows`).
+"""Extractive question answering: the span of a text that answers a question, or no answer. Texts are read in
+overlapping windows (`data.max_windows`).
 
-The model gives each token two outputs: the answer begins here, it ends here. In a window without the answer both are
-learned at its first token, as for questions without one (Devlin et al. 2019). The answer is the best span of all
-windows, given where it beats the first token's score by more than a threshold, which is chosen on the validation rows.
+The model gives each token a start logit and an end logit. In a window without the answer, both targets are the first
+token, as for unanswerable questions (Devlin et al. 2019). The answer is the best span of all windows if its score
+exceeds the first token's score by more than a threshold, which is chosen on the validation rows.
 """
 
 import operator
@@ -13,34 +14,34 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import regex
 
-from rtrain.core.errors import UserError, quoted
-from rtrain.core.ragged import Encoded, Floats, Head, Outputs, Ragged, Tokens, Window
+from rtrain.core.errors import UserError, quote_value
+from rtrain.core.ragged import EncodedRow, Floats, Head, Outputs, RaggedArray, TokenBatch, TokenWindow
 from rtrain.metrics import spans
 from rtrain.metrics.calibration import softmax
 from rtrain.tasks import base
-from rtrain.tasks.base import Column, Described, Input
-from rtrain.tasks.defaults import TokenTask, widened
+from rtrain.tasks.base import AnswerColumn, Input, RowReport
+from rtrain.tasks.defaults import TokenTask, upcast_logits
 from rtrain.tasks.encode import encode
-from rtrain.tasks.labels import parsed
+from rtrain.tasks.labels import parse_json_label
 
 if TYPE_CHECKING:
     import tokenizers
     import torch
 
 QUESTION_SHARE = 4
-"""A question takes at most a fourth of a window; its end is cut off where it is longer."""
-MOST_ANSWER_TOKENS = 30
-MOST_STARTS = 20
-"""How many of a window's best starts are tried, each with every end behind it."""
-LONGEST_CHARACTER = 64
-"""Code points behind an answer's end that are looked at for the end of its last character."""
+"""A question takes at most a fourth of a window; a longer question is truncated."""
+MAX_ANSWER_TOKENS = 30
+MAX_STARTS = 20
+"""Number of a window's best starts that are tried, each with every end after it."""
+MAX_CHARACTER_CODE_POINTS = 64
+"""Code points after an answer's end that are searched for the end of its last character."""
 _CHARACTER = regex.compile(r"\X")
-EXAMPLE = '[{"text": "on monday", "start": 12}]'
-"""Answers as they are written in a column."""
+EXAMPLE_LABEL = '[{"text": "on monday", "start": 12}]'
+"""The format of answers in a column."""
 EXAMPLES = (
     (
         "When does the museum open on Sundays?",
-        "The museum lies beside the old harbour. From Tuesday to Saturday it opens at nine, on Sundays at eleven; "
+        "The museum lies near the old harbor. From Tuesday to Saturday it opens at nine, on Sundays at eleven; "
         "on Mondays it is closed. Children under twelve pay nothing.",
     ),
     (
@@ -54,8 +55,8 @@ EXAMPLES = (
     ),
 )
 """Questions and contexts; the last one has no answer in its context."""
-HIDDEN = -1e4
-"""In place of the logit of padding: its chance is 0, and 0 x HIDDEN is still 0."""
+PADDING_LOGIT = -1e4
+"""The logit of padding: its probability is 0, and 0 x PADDING_LOGIT is still 0."""
 
 
 class SpanQA(TokenTask):
@@ -64,26 +65,26 @@ class SpanQA(TokenTask):
     auto_model = "AutoModelForQuestionAnswering"
     fields = ("question", "context")
     needs_pair = True
-    rule_of_marks = 2
+    target_rule_version = 2
 
-    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
+    def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
         if pair is None:
             return "no context; name its column with --set data.text_pair=COLUMN"
         if not pair.strip():
             return "the context is empty; write a text or remove the question"
         try:
-            answers = _answers(label)
+            answers = _parse_answers(label)
         except (ValueError, TypeError, KeyError, OverflowError):
-            return f'the answers are not a list of {{"text", "start"}} objects; write {EXAMPLE}, or [] for none'
+            return f'the answers are not a list of {{"text", "start"}} objects; write {EXAMPLE_LABEL}, or [] for none'
         for answer, start in answers:
             # A negative start would count from the end.
             if not answer or start < 0 or pair[start : start + len(answer)] != answer:
-                place = quoted(start)
-                return f"answer {quoted(answer)} is not at character {place} of the context; correct its start"
+                position = quote_value(start)
+                return f"answer {quote_value(answer)} is not at character {position} of the context; correct its start"
         return None
 
-    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
-        return Head(("start", "end"), {"no_answer": any(not _answers(label) for label in counts)})
+    def build_head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
+        return Head(("start", "end"), {"no_answer": any(not _parse_answers(label) for label in counts)})
 
     def encode(
         self,
@@ -91,106 +92,126 @@ class SpanQA(TokenTask):
         texts: Sequence[str],
         pairs: Sequence[str] | None = None,
         max_windows: int = 1,
-    ) -> list[Encoded]:
+    ) -> list[EncodedRow]:
         assert pairs is not None  # needs_pair
         assert tokenizer.truncation is not None  # encode.load_tokenizer
-        most = tokenizer.truncation["max_length"] // QUESTION_SHARE
+        max_question_tokens = tokenizer.truncation["max_length"] // QUESTION_SHARE
         questions = []
         for text, row in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False), strict=True):
-            questions.append(text if len(row.ids) <= most else text[: row.offsets[most - 1][1]])
-        found = encode(tokenizer, questions, pairs, max_windows, by_type_ids=False)
-        if any(window.second >= window.tokens for row in found for window in row.windows):
+            questions.append(
+                text if len(row.ids) <= max_question_tokens else text[: row.offsets[max_question_tokens - 1][1]]
+            )
+        encoded = encode(tokenizer, questions, pairs, max_windows, by_type_ids=False)
+        if any(window.pair_start >= window.num_tokens for row in encoded for window in row.windows):
             raise UserError(
                 "model.name: its tokenizer does not mark the second text; question answering needs one",
                 code="unsupported_model",
             )
-        return found
+        return encoded
 
-    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
-        """First and last token of the first answer in each window; 0 and 0, its first token, where it is not in it."""
-        answers = _answers(label)
-        whole = _tokens_of(encoded, *answers[0]) if answers else set()
-        found: list[int] = []
-        for window, span in _windows(encoded):
-            found += _place(window, span, whole)
-        return found
+    def target_positions(self, text: str, pair: str | None, label: str, encoded: EncodedRow) -> list[int]:
+        """First and last token of the first answer in each window; 0 and 0 (the first token) if the window lacks it."""
+        answers = _parse_answers(label)
+        answer_tokens = _find_answer_tokens(encoded, *answers[0]) if answers else set()
+        positions: list[int] = []
+        for window, span in _iter_windows(encoded):
+            positions += _locate_answer(window, span, answer_tokens)
+        return positions
 
-    def stand_in(self, text: str, head: Head) -> str:
+    def placeholder_label(self, text: str, head: Head) -> str:
         return "[]"
 
-    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
+    def count_targets(self, tokens: TokenBatch, head: Head) -> dict[str, int]:
         """A start and an end for each window."""
         return {"loss": len(tokens.targets)}
 
-    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
 
-        found = _by_window(logits, tokens)
-        wanted = torch.from_numpy(tokens.targets.reshape(-1, 2).astype(np.int64)).to(logits.device)
-        # [windows, tokens, 2] beside [windows, 2]
-        return {"loss": torch.nn.functional.cross_entropy(found, wanted, reduction="sum")}
+        window_logits = _pad_windows(logits, tokens)
+        gold_positions = torch.from_numpy(tokens.targets.reshape(-1, 2).astype(np.int64)).to(logits.device)
+        # [windows, tokens, 2] and [windows, 2]
+        return {"loss": torch.nn.functional.cross_entropy(window_logits, gold_positions, reduction="sum")}
 
-    def imitation(
-        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    def distillation_loss(
+        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
     ) -> dict[str, "torch.Tensor"]:
         """T^2 x KL over the tokens of each window, of its start and of its end."""
         import torch
         import torch.nn.functional as F
 
-        student = _by_window(logits, tokens)
-        teacher = _by_window(torch.from_numpy(tokens.teacher.copy()).to(student), tokens)
-        found, known = (F.log_softmax(side / temperature, dim=1) for side in (student, teacher))
-        return {"loss": temperature**2 * F.kl_div(found, known, reduction="sum", log_target=True)}
+        student = _pad_windows(logits, tokens)
+        teacher = _pad_windows(torch.from_numpy(tokens.teacher_logits.copy()).to(student), tokens)
+        student_log_probs, teacher_log_probs = (
+            F.log_softmax(logits / temperature, dim=1) for logits in (student, teacher)
+        )
+        return {
+            "loss": temperature**2 * F.kl_div(student_log_probs, teacher_log_probs, reduction="sum", log_target=True)
+        }
 
-    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
-        """For each row: F1 and exact match of the best span's tokens with the answer's (both 0 where there is none to
-        find), its margin over no answer, whether there is one, the loss, and the span's first and last token."""
-        found = []
+    def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
+        """For each row: F1 and exact match of the best span's tokens with the answer's (both 0 without an answer), its
+        margin over no answer, whether the question has an answer, the loss, and the span's first and last token."""
+        results = []
         for row, output in enumerate(outputs):
-            one = tokens.pick([row])
-            windows = [Window(int(length), int(second)) for length, second in zip(one.lengths, one.second, strict=True)]
-            best, wanted = _best(output, windows), one.targets.reshape(-1, 2).astype(np.int64)
-            starts = np.cumsum(one.lengths) - one.lengths
+            row_tokens = tokens.take([row])
+            windows = [
+                TokenWindow(int(length), int(second))
+                for length, second in zip(row_tokens.window_lengths, row_tokens.pair_start, strict=True)
+            ]
+            best, gold_positions = _find_best_span(output, windows), row_tokens.targets.reshape(-1, 2).astype(np.int64)
+            starts = np.cumsum(row_tokens.window_lengths) - row_tokens.window_lengths
             gold = next(
-                (one.ids[begin + a : begin + b + 1] for begin, (a, b) in zip(starts, wanted, strict=True) if b > 0),
+                (
+                    row_tokens.ids[begin + a : begin + b + 1]
+                    for begin, (a, b) in zip(starts, gold_positions, strict=True)
+                    if b > 0
+                ),
                 None,
             )
             exact, f1 = 0.0, 0.0
             if gold is not None and not np.isnan(best.margin):
-                exact, f1 = _overlap(one.ids[best.first : best.last + 1], gold)
+                exact, f1 = _score_overlap(row_tokens.ids[best.first : best.last + 1], gold)
             logs = [np.log(softmax(part.T)) for part in np.split(output, starts[1:])]
             loss = -np.mean(
-                [log[side, place[side]] for log, place in zip(logs, wanted, strict=True) for side in (0, 1)]
+                [
+                    log[side, position[side]]
+                    for log, position in zip(logs, gold_positions, strict=True)
+                    for side in (0, 1)
+                ]
             )
-            found.append((f1, exact, best.margin, float(gold is not None), loss, best.first, best.last))
-        return Ragged.of(found, np.float64)
+            results.append((f1, exact, best.margin, float(gold is not None), loss, best.first, best.last))
+        return RaggedArray.from_rows(results, np.float64)
 
-    def calibrate(self, outcomes: Ragged, targets: Ragged, head: Head) -> dict[str, Any]:
-        """The margin above which an answer is given: that of the best mean F1, half-way between two rows' margins."""
-        rows = outcomes.matrix(7)
+    def calibrate(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> dict[str, Any]:
+        """Choose the margin above which an answer is given: the margin of the best mean F1, half-way between two rows'
+        margins."""
+        rows = row_results.to_matrix(7)
         rows = rows[~np.isnan(rows[:, 2])]
         if not head.facts["no_answer"] or not len(rows):
             return {}
         order = np.argsort(-rows[:, 2], kind="stable")
         margins, gains = rows[order, 2], rows[order, 0] - (rows[order, 3] == 0)
-        # After n answers the mean F1 has gained their F1, and lost the unanswerable among them.
+        # n answers add their F1 to the total and subtract the unanswerable questions among them.
         total = np.concatenate([[0.0], np.cumsum(gains)])
         falls = np.concatenate([[True], np.diff(margins) < 0, [True]])
-        answered = int(np.argmax(np.where(falls, total, -np.inf)))
+        num_answered = int(np.argmax(np.where(falls, total, -np.inf)))
         edges = np.concatenate([[margins[0] + 1], margins, [margins[-1] - 1]])
-        return {"threshold": float(edges[answered] + edges[answered + 1]) / 2}
+        return {"threshold": float(edges[num_answered] + edges[num_answered + 1]) / 2}
 
-    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
-        """Spans as places and slices of the row's tokens."""
-        rows, least = outcomes.matrix(7), threshold(head)
-        wanted = []
+    def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
+        """Spans as `TokenSpan`s and slices of the row's tokens."""
+        rows, min_margin = row_results.to_matrix(7), no_answer_threshold(head)
+        gold_spans = []
         for windows in targets:
-            places = windows.reshape(-1, 2).astype(np.int64).tolist()
-            held = (base.Place(number, *place) for number, place in enumerate(places) if place[1] > 0)
-            wanted.append(next(held, ""))
-        return Described(
-            target=wanted,
-            prediction=["" if row[2] <= least else slice(int(row[5]), int(row[6]) + 1) for row in rows],
+            positions = windows.reshape(-1, 2).astype(np.int64).tolist()
+            answer_spans = (
+                base.TokenSpan(number, *position) for number, position in enumerate(positions) if position[1] > 0
+            )
+            gold_spans.append(next(answer_spans, ""))
+        return RowReport(
+            target=gold_spans,
+            prediction=["" if row[2] <= min_margin else slice(int(row[5]), int(row[6]) + 1) for row in rows],
             score=1 / (1 + np.exp(-np.clip(rows[:, 2], -700, 700))),
             loss=rows[:, 4],
         )
@@ -198,147 +219,161 @@ class SpanQA(TokenTask):
     def decode(
         self,
         outputs: Outputs,
-        asked: Sequence[Input],
-        encoded: Sequence[Encoded],
+        inputs: Sequence[Input],
+        encoded: Sequence[EncodedRow],
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
-        """`{"answer", "score", "start", "end"}` for each input; an empty answer at 0 where there is none."""
+        """`{"answer", "score", "start", "end"}` for each input; an empty answer at 0 for no answer."""
         answers = []
-        for given, output, row in zip(asked, outputs, encoded, strict=True):
-            assert not isinstance(given, str)  # needs_pair
-            best = _best(output, row.windows)
+        for input_item, output, row in zip(inputs, outputs, encoded, strict=True):
+            assert not isinstance(input_item, str)  # needs_pair
+            best = _find_best_span(output, row.windows)
             start, end = row.spans[best.first][0], row.spans[best.last][1]
-            while start < end and given["context"][start].isspace():
-                start += 1  # DeBERTa's tokens, and others', begin at the blank before their word
-            start, end = _whole_characters(given["context"], start, end)
-            if best.margin <= threshold(head):
+            while start < end and input_item["context"][start].isspace():
+                start += 1  # tokens of DeBERTa and other models begin at the blank before their word
+            start, end = _widen_to_characters(input_item["context"], start, end)
+            if best.margin <= no_answer_threshold(head):
                 answers.append({"answer": "", "score": 1.0 - best.score, "start": 0, "end": 0})
             else:
-                answers.append({"answer": given["context"][start:end], "score": best.score, "start": start, "end": end})
+                answers.append(
+                    {"answer": input_item["context"][start:end], "score": best.score, "start": start, "end": end}
+                )
         return answers
 
-    def examples(self, head: Head) -> list[Input]:
+    def example_inputs(self, head: Head) -> list[Input]:
         return [dict(zip(self.fields, example, strict=True)) for example in EXAMPLES]
 
-    def alone(self, answer: Any) -> Any:
+    def unwrap_single(self, answer: Any) -> Any:
         return answer
 
-    def columns(self, head: Head) -> list[Column]:
-        """As in the HTTP answer: an answer that is not in the context is empty, with its place at 0."""
+    def answer_columns(self, head: Head) -> list[AnswerColumn]:
+        """As in the HTTP answer: an answer that is not in the context is empty, with start and end 0."""
         kinds = {"answer": str, "start": int, "end": int, "score": float}
-        return [Column(name, kind, operator.itemgetter(name)) for name, kind in kinds.items()]
+        return [AnswerColumn(name, kind, operator.itemgetter(name)) for name, kind in kinds.items()]
 
-    def judge(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
-        """SQuAD's own scores, of the answers' texts: exact match and F1, 0 to 100."""
-        gold = [[text for text, _ in _answers(label)] for label in labels]
+    def reference_scores(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        """SQuAD's scores of the answers' texts: exact match and F1, 0 to 100."""
+        gold = [[text for text, _ in _parse_answers(label)] for label in labels]
         return {
             f"squad_{name}": value
-            for name, value in spans.additive([a["answer"] for a in answers], gold).scores().items()
+            for name, value in spans.make_sum_metric([answer["answer"] for answer in answers], gold).scores().items()
         }
 
 
-class _Span(NamedTuple):
+class _BestSpan(NamedTuple):
     first: int
-    """Place of its first token in the row. `last` is the place of its last one, included."""
+    """Position of its first token in the row. `last` is the position of its last token, inclusive."""
     last: int
     margin: float
-    """Its score minus the score of no answer; a score is the sum of a start's and an end's logit. NaN where a logit of
-    the row is: such an answer is wrong, whatever is right."""
+    """Its score minus the score of no answer; a score is the sum of a start's and an end's logit. NaN if a logit of the
+    row is NaN: such an answer is always wrong."""
     score: float
-    """Chance of its start times that of its end, in its window."""
+    """Probability of its start times the probability of its end, in its window."""
 
 
-def threshold(head: Head) -> float:
+def no_answer_threshold(head: Head) -> float:
     return float(head.facts.get("threshold", 0.0 if head.facts.get("no_answer") else -np.inf))
 
 
-def _best(output: Floats, windows: Sequence[Window]) -> _Span:
+def _find_best_span(output: Floats, windows: Sequence[TokenWindow]) -> _BestSpan:
     """The best span of all windows. The score of no answer is the lowest of the scores of the windows' first tokens,
-    from the window that is surest that it holds an answer: a single window may hold it."""
+    from the window that is most confident that it holds an answer: a single window may hold it."""
     if np.isnan(output).any():
-        return _Span(0, 0, np.nan, 0.0)
-    best, nothing, begin = (-np.inf, 0, 0, 0.0), np.inf, 0
+        return _BestSpan(0, 0, np.nan, 0.0)
+    best, no_answer_score, begin = (-np.inf, 0, 0, 0.0), np.inf, 0
     for window in windows:
-        logits = output[begin : begin + window.tokens].astype(np.float64)
-        nothing = min(nothing, float(logits[0].sum()))
-        context = np.arange(window.second, max(window.second + 1, window.tokens - 1))  # its last token is a separator
-        starts = context[np.argsort(-logits[context, 0], kind="stable")[:MOST_STARTS]]
+        logits = output[begin : begin + window.num_tokens].astype(np.float64)
+        no_answer_score = min(no_answer_score, float(logits[0].sum()))
+        context = np.arange(
+            window.pair_start, max(window.pair_start + 1, window.num_tokens - 1)
+        )  # its last token is a separator
+        starts = context[np.argsort(-logits[context, 0], kind="stable")[:MAX_STARTS]]
         for start in starts:
-            ends = logits[start : min(start + MOST_ANSWER_TOKENS, context[-1] + 1), 1]
+            ends = logits[start : min(start + MAX_ANSWER_TOKENS, context[-1] + 1), 1]
             end = int(start) + int(ends.argmax())
             value = float(logits[start, 0] + logits[end, 1])
             if value > best[0]:
-                chances = softmax(logits.T)
-                best = (value, begin + int(start), begin + end, float(chances[0, start] * chances[1, end]))
-        begin += window.tokens
-    return _Span(best[1], best[2], best[0] - nothing, best[3])
+                probabilities = softmax(logits.T)
+                best = (value, begin + int(start), begin + end, float(probabilities[0, start] * probabilities[1, end]))
+        begin += window.num_tokens
+    return _BestSpan(best[1], best[2], best[0] - no_answer_score, best[3])
 
 
-def _overlap(found: Any, gold: Any) -> tuple[float, float]:
+def _score_overlap(predicted: Any, gold: Any) -> tuple[float, float]:
     """(exact match, F1) of two runs of tokens, 0 to 1."""
-    shared = (Counter(found.tolist()) & Counter(gold.tolist())).total()
-    return float(found.tolist() == gold.tolist()), 2 * shared / (len(found) + len(gold))
+    shared = (Counter(predicted.tolist()) & Counter(gold.tolist())).total()
+    return float(predicted.tolist() == gold.tolist()), 2 * shared / (len(predicted) + len(gold))
 
 
-def _windows(encoded: Encoded) -> Iterator[tuple[Window, list[tuple[int, int]]]]:
+def _iter_windows(encoded: EncodedRow) -> Iterator[tuple[TokenWindow, list[tuple[int, int]]]]:
     begin = 0
     for window in encoded.windows:
-        yield window, encoded.spans[begin : begin + window.tokens]
-        begin += window.tokens
+        yield window, encoded.spans[begin : begin + window.num_tokens]
+        begin += window.num_tokens
 
 
-def _tokens_of(encoded: Encoded, answer: str, start: int) -> set[tuple[int, int]]:
-    """The characters of each of the answer's tokens; none where its end was left out with the text's.
+def _find_answer_tokens(encoded: EncodedRow, answer: str, start: int) -> set[tuple[int, int]]:
+    """The characters of each of the answer's tokens; empty if the answer's end was truncated.
 
     Characters that the tokenizer drops are in no token: BERT's, which strips accents, drops vowel signs of Hindi and
     Thai. So an answer may begin or end with some, and its tokens do not reach to its ends.
     """
     end = start + len(answer)
-    every = [one for window, span in _windows(encoded) for one in span[window.second :] if one[1] > one[0]]
-    if encoded.truncated and end > max((one[1] for one in every), default=0):
+    token_spans = [
+        token_span
+        for window, span in _iter_windows(encoded)
+        for token_span in span[window.pair_start :]
+        if token_span[1] > token_span[0]
+    ]
+    if encoded.is_truncated and end > max((token_span[1] for token_span in token_spans), default=0):
         return set()
-    return {one for one in every if one[0] < end and one[1] > start}
+    return {token_span for token_span in token_spans if token_span[0] < end and token_span[1] > start}
 
 
-def _place(window: Window, span: list[tuple[int, int]], whole: set[tuple[int, int]]) -> tuple[int, int]:
+def _locate_answer(
+    window: TokenWindow, span: list[tuple[int, int]], answer_tokens: set[tuple[int, int]]
+) -> tuple[int, int]:
     """First and last token of the answer in a window that holds all of its tokens, else (0, 0)."""
-    inside = [token for token in range(window.second, window.tokens) if span[token] in whole]
-    if not inside or {span[token] for token in inside} != whole:
+    inside = [token for token in range(window.pair_start, window.num_tokens) if span[token] in answer_tokens]
+    if not inside or {span[token] for token in inside} != answer_tokens:
         return 0, 0
     return inside[0], inside[-1]
 
 
-def _whole_characters(text: str, start: int, end: int) -> tuple[int, int]:
-    """The span [start, end) of a text, widened to whole characters as people see them. A tokenizer may cut a syllable
-    of Hangul that is written by its letters, and drop marks."""
+def _widen_to_characters(text: str, start: int, end: int) -> tuple[int, int]:
+    """The span [start, end) of a text, widened to whole grapheme clusters. A tokenizer may split a Hangul syllable of
+    jamo, or drop combining marks."""
     if start >= end:
         return start, end
     blank = max(0, text.rfind(" ", 0, start))  # a character begins at a blank
-    borders = [blank, *(match.end() for match in _CHARACTER.finditer(text, blank, end + LONGEST_CHARACTER))]
+    borders = [blank, *(match.end() for match in _CHARACTER.finditer(text, blank, end + MAX_CHARACTER_CODE_POINTS))]
     first = max(border for border in borders if border <= start)
     return first, next((border for border in borders if border >= end), len(text))
 
 
-def _by_window(logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
-    """[windows, longest window, 2], in fp32 or better; HIDDEN behind each window's end."""
+def _pad_windows(logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
+    """[windows, longest window, 2], in fp32 or better; `PADDING_LOGIT` after each window's end."""
     import torch
 
-    wide = widened(logits)
-    lengths = torch.from_numpy(tokens.lengths.astype(np.int64)).to(logits.device)
+    fp32_logits = upcast_logits(logits)
+    lengths = torch.from_numpy(tokens.window_lengths.astype(np.int64)).to(logits.device)
     mask = torch.arange(int(lengths.max()), device=logits.device)[None, :] < lengths[:, None]
-    return wide.new_full((*mask.shape, 2), HIDDEN).masked_scatter(mask[:, :, None].expand(-1, -1, 2), wide)
+    return fp32_logits.new_full((*mask.shape, 2), PADDING_LOGIT).masked_scatter(
+        mask[:, :, None].expand(-1, -1, 2), fp32_logits
+    )
 
 
-def _answers(label: str) -> list[tuple[str, int]]:
-    """(text, first character) of each. Raises ValueError, TypeError, KeyError or OverflowError where they are none."""
-    found = parsed(label, EXAMPLE)
-    if isinstance(found, dict):  # as `datasets` has them: lists of texts and of starts
-        columns = found["text"], found["answer_start"]
-        found = [{"text": text, "start": start} for text, start in zip(*columns, strict=True)]
-    if not isinstance(found, list):
+def _parse_answers(label: str) -> list[tuple[str, int]]:
+    """(text, first character) of each answer. Raises ValueError, TypeError, KeyError or OverflowError if they are
+    malformed."""
+    answers = parse_json_label(label, EXAMPLE_LABEL)
+    if isinstance(answers, dict):  # the format of `datasets`: lists of texts and of starts
+        columns = answers["text"], answers["answer_start"]
+        answers = [{"text": text, "start": start} for text, start in zip(*columns, strict=True)]
+    if not isinstance(answers, list):
         raise TypeError("not a list")
-    return [(str(answer["text"]), int(answer.get("answer_start", answer.get("start")))) for answer in found]
+    return [(str(answer["text"]), int(answer.get("answer_start", answer.get("start")))) for answer in answers]
 
 
 TASK = SpanQA()

@@ -12,24 +12,30 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from rtrain.core.errors import UserError, quoted
-from rtrain.core.ragged import IGNORED, Encoded, Floats, Head, Ints, Outputs, Ragged, Tokens
-from rtrain.core.text_segmentation import read_cuts, word_spans
+from rtrain.core.errors import UserError, quote_value
+from rtrain.core.ragged import IGNORE_INDEX, EncodedRow, Floats, Head, Ints, Outputs, RaggedArray, TokenBatch
+from rtrain.core.text_segmentation import find_word_spans, get_word_cuts
 from rtrain.metrics.calibration import softmax
-from rtrain.metrics.classification import best
-from rtrain.metrics.entities import MISSING, entities, missing_words, of_tokens, true_tags
+from rtrain.metrics.classification import predict_classes
+from rtrain.metrics.entities import (
+    MISSING_WORD,
+    decode_true_tags,
+    encode_missing_words,
+    extract_entities,
+    select_token_targets,
+)
 from rtrain.tasks import base
-from rtrain.tasks.base import Column, Described, Input, Targets
-from rtrain.tasks.classification import divergence
-from rtrain.tasks.defaults import TokenTask, widened
-from rtrain.tasks.labels import flaw_of, listed
+from rtrain.tasks.base import AnswerColumn, Input, RowReport, Targets
+from rtrain.tasks.classification import distillation_kl
+from rtrain.tasks.defaults import TokenTask, upcast_logits
+from rtrain.tasks.labels import parse_label_list, validate_label
 
 if TYPE_CHECKING:
     import tokenizers
     import torch
 
-OUTSIDE = "O"
-EXAMPLES = (
+OUTSIDE_TAG = "O"
+EXAMPLE_TEXTS = (
     "Maria Lund met the directors of Nordhaven Shipping in Rotterdam on Friday.",
     "Aspirin lowered the fever, but two patients with diabetes developed a rash after ibuprofen.",
     "The tenant, Harbour Foods Ltd, shall pay 1,200 euros to the landlord by 3 March 2026.",
@@ -40,207 +46,215 @@ _TAG = re.compile(r"O|[BI]-.+")
 class TokenTags(TokenTask):
     name = "token_tags"
     output = "tags"
-    smooths = True
+    supports_label_smoothing = True
     reads_pair = False
-    varies: base.Variation = "words"
-    rule_of_marks = 2
+    augmentable: base.Variation = "words"
+    target_rule_version = 2
 
-    def flaw(self, text: str, pair: str | None, label: str) -> str | None:
-        """The text's words are separated by single blanks, as `records` joins a list of tokens."""
-        if bad_label := flaw_of(tags_of, label):
+    def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
+        """Words are separated by single blanks, since the row reader joins a list of tokens so."""
+        if bad_label := validate_label(parse_tags, label):
             return bad_label
-        if label.startswith("[") and _is_list(text):
+        if label.startswith("[") and _is_json_list(text):
             return "its words are a list written as text; write jsonl or parquet, or words with blanks between them"
-        tags, words = tags_of(label), len(text.split(" "))
+        tags, words = parse_tags(label), len(text.split(" "))
         if bad := [tag for tag in tags if not _TAG.fullmatch(tag)]:
-            return f"tag {quoted(bad[0])} is not O, B-TYPE or I-TYPE; convert the tags to BIO"
+            return f"tag {quote_value(bad[0])} is not O, B-TYPE or I-TYPE; convert the tags to BIO"
         if len(tags) != words:
             return f"{len(tags)} tags for {words} words; give each word one"
         return None
 
-    def head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
-        found = {tag for label in counts for tag in tags_of(label)} - {OUTSIDE}
-        if not found:
+    def build_head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
+        tags = {tag for label in counts for tag in parse_tags(label)} - {OUTSIDE_TAG}
+        if not tags:
             raise UserError(
                 "data.label: no training row has an entity, all tags are O; "
                 "add rows with entities, or name the column of the tags with --set data.label=COLUMN",
                 code="no_labels",
             )
-        return Head((OUTSIDE, *sorted(found)))
+        return Head((OUTSIDE_TAG, *sorted(tags)))
 
-    def marks(self, text: str, pair: str | None, label: str, encoded: Encoded) -> list[int]:
+    def target_positions(self, text: str, pair: str | None, label: str, encoded: EncodedRow) -> list[int]:
         """For each token the number of the word that is answered there, or -1."""
         lengths = np.array([len(word) for word in text.split(" ")])
-        found: list[int] = _answered(encoded, np.cumsum(lengths + 1) - lengths - 1).tolist()
-        return found
+        word_numbers: list[int] = _map_tokens_to_words(encoded, np.cumsum(lengths + 1) - lengths - 1).tolist()
+        return word_numbers
 
-    def targets(self, labels: Sequence[str], marks: Ragged, head: Head) -> Targets:
-        """The tag of each word at the token that is answered for it, then the words without a token."""
-        index = {tag: place for place, tag in enumerate(head.labels)}
-        rows, unknown = [], np.zeros(len(labels), dtype=np.bool_)
-        for row, (label, words) in enumerate(zip(labels, marks, strict=True)):
-            places = np.array([index.get(tag, -1) for tag in tags_of(label)], dtype=np.int64)
-            unknown[row] = (places < 0).any()
-            answered, values = np.flatnonzero(words >= 0), np.full(len(words), IGNORED, dtype=np.float64)
-            values[answered] = places[words[answered]]
-            without = np.setdiff1d(np.arange(len(places)), words[answered])
-            rows.append(np.concatenate([values, missing_words(without, places[without])]))
-        return Targets(Ragged.of(rows, np.float32), unknown)
+    def build_targets(self, labels: Sequence[str], target_positions: RaggedArray, head: Head) -> Targets:
+        """The tag of each word at the token that answers it, then the words without a token."""
+        index = {tag: position for position, tag in enumerate(head.labels)}
+        rows, has_unknown_label = [], np.zeros(len(labels), dtype=np.bool_)
+        for row, (label, words) in enumerate(zip(labels, target_positions, strict=True)):
+            tag_ids = np.array([index.get(tag, -1) for tag in parse_tags(label)], dtype=np.int64)
+            has_unknown_label[row] = (tag_ids < 0).any()
+            word_tokens, values = np.flatnonzero(words >= 0), np.full(len(words), IGNORE_INDEX, dtype=np.float64)
+            values[word_tokens] = tag_ids[words[word_tokens]]
+            missing_positions = np.setdiff1d(np.arange(len(tag_ids)), words[word_tokens])
+            rows.append(np.concatenate([values, encode_missing_words(missing_positions, tag_ids[missing_positions])]))
+        return Targets(RaggedArray.from_rows(rows, np.float32), has_unknown_label)
 
-    def stand_in(self, text: str, head: Head) -> str:
-        return " ".join([OUTSIDE] * len(text.split(" ")))
+    def placeholder_label(self, text: str, head: Head) -> str:
+        return " ".join([OUTSIDE_TAG] * len(text.split(" ")))
 
-    def counts(self, tokens: Tokens, head: Head) -> dict[str, int]:
-        return {"loss": int((of_tokens(tokens.labelled).values != IGNORED).sum())}
+    def count_targets(self, tokens: TokenBatch, head: Head) -> dict[str, int]:
+        return {"loss": int((select_token_targets(tokens.row_targets).values != IGNORE_INDEX).sum())}
 
-    def loss(self, logits: "torch.Tensor", tokens: Tokens, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
         import torch
 
-        targets = torch.from_numpy(of_tokens(tokens.labelled).values.astype(np.int64)).to(logits.device)
+        targets = torch.from_numpy(select_token_targets(tokens.row_targets).values.astype(np.int64)).to(logits.device)
         return {
-            "loss": torch.nn.functional.cross_entropy(widened(logits), targets, reduction="sum", ignore_index=IGNORED)
+            "loss": torch.nn.functional.cross_entropy(
+                upcast_logits(logits), targets, reduction="sum", ignore_index=IGNORE_INDEX
+            )
         }
 
-    def imitation(
-        self, logits: "torch.Tensor", tokens: Tokens, head: Head, temperature: float
+    def distillation_loss(
+        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
     ) -> dict[str, "torch.Tensor"]:
         """T^2 x KL at each word's first token, as in classification."""
         import torch
 
-        answered = np.flatnonzero(of_tokens(tokens.labelled).values != IGNORED)
-        student = widened(logits)[torch.from_numpy(answered).to(logits.device)]
-        return {"loss": divergence(student, tokens.teacher[answered], temperature)}
+        target_tokens = np.flatnonzero(select_token_targets(tokens.row_targets).values != IGNORE_INDEX)
+        student = upcast_logits(logits)[torch.from_numpy(target_tokens).to(logits.device)]
+        return {"loss": distillation_kl(student, tokens.teacher_logits[target_tokens], temperature)}
 
-    def outcomes(self, outputs: Outputs, tokens: Tokens, head: Head) -> Ragged:
-        """For each word: the tag (no tag's number where a logit is no number), its chance, and the word's loss. A word
-        without a token is answered O; it has no chance (NaN), and no loss: nothing is learned of it."""
-        rows, outside = [], head.labels.index(OUTSIDE)
-        for output, targets in zip(outputs, tokens.labelled, strict=True):
-            of_token = targets[targets > MISSING]
-            answered, (every, without) = of_token != IGNORED, true_tags(targets)
-            chances, true = softmax(output[answered]), of_token[answered].astype(np.int64)
-            place = np.arange(len(true))
-            with np.errstate(divide="ignore"):  # a tag that training lacks has probability 0 and an endless loss
-                loss = -np.log(np.where(true >= 0, chances[place, true], 0.0))
-            words = np.full((len(every), 3), [outside, np.nan, 0.0])
-            words[np.setdiff1d(np.arange(len(every)), without)] = np.stack(
-                [best(chances), chances.max(axis=1), loss], axis=1
+    def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
+        """For each word: the tag (`NO_CLASS` if a logit is NaN), its probability, and the word's loss. A word without a
+        token is answered O; its probability is NaN and its loss 0: it is not trained on."""
+        rows, outside_index = [], head.labels.index(OUTSIDE_TAG)
+        for output, targets in zip(outputs, tokens.row_targets, strict=True):
+            token_targets = targets[targets > MISSING_WORD]
+            is_target, (word_tags, missing_positions) = token_targets != IGNORE_INDEX, decode_true_tags(targets)
+            probabilities, true = softmax(output[is_target]), token_targets[is_target].astype(np.int64)
+            indices = np.arange(len(true))
+            with np.errstate(divide="ignore"):  # a tag that training lacks has probability 0 and an infinite loss
+                loss = -np.log(np.where(true >= 0, probabilities[indices, true], 0.0))
+            words = np.full((len(word_tags), 3), [outside_index, np.nan, 0.0])
+            words[np.setdiff1d(np.arange(len(word_tags)), missing_positions)] = np.stack(
+                [predict_classes(probabilities), probabilities.max(axis=1), loss], axis=1
             )
             rows.append(words)
-        return Ragged.of(rows, np.float64)
+        return RaggedArray.from_rows(rows, np.float64)
 
-    def describe(self, outcomes: Ragged, targets: Ragged, head: Head) -> Described:
-        words = [row.reshape(-1, 3) for row in outcomes]
-        known = [true_tags(row) for row in targets]
-        return Described(
-            target=[names(tags, head) for tags, _ in known],
-            prediction=[names(row[:, 0], head) for row in words],
-            score=np.array([_mean(row[:, 1], without) for row, (_, without) in zip(words, known, strict=True)]),
-            loss=np.array([_mean(row[:, 2], without) for row, (_, without) in zip(words, known, strict=True)]),
+    def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
+        words = [row.reshape(-1, 3) for row in row_results]
+        true_rows = [decode_true_tags(row) for row in targets]
+        return RowReport(
+            target=[to_tag_names(tags, head) for tags, _ in true_rows],
+            prediction=[to_tag_names(row[:, 0], head) for row in words],
+            score=np.array(
+                [_mean_over_words(row[:, 1], without) for row, (_, without) in zip(words, true_rows, strict=True)]
+            ),
+            loss=np.array(
+                [_mean_over_words(row[:, 2], without) for row, (_, without) in zip(words, true_rows, strict=True)]
+            ),
         )
 
     def decode(
         self,
         outputs: Outputs,
-        asked: Sequence[Input],
-        encoded: Sequence[Encoded],
+        inputs: Sequence[Input],
+        encoded: Sequence[EncodedRow],
         head: Head,
         parameters: Mapping[str, Any],
     ) -> list[Any]:
         """`[{"entity_group", "score", "word", "start", "end"}, ...]` for each text: the Hugging Face form of whole
         entities; start and end are characters, the score is the mean over the entity's words."""
         return [
-            [group for group, _, _ in located(text, output, row, head)]
-            for text, output, row in zip(asked, outputs, encoded, strict=True)
+            [group for group, _, _ in locate_entities(text, output, row, head)]
+            for text, output, row in zip(inputs, outputs, encoded, strict=True)
         ]
 
-    def examples(self, head: Head) -> list[Input]:
-        return list(EXAMPLES)
+    def example_inputs(self, head: Head) -> list[Input]:
+        return list(EXAMPLE_TEXTS)
 
-    def alone(self, answer: Any) -> Any:
+    def unwrap_single(self, answer: Any) -> Any:
         return answer
 
-    def columns(self, head: Head) -> list[Column]:
+    def answer_columns(self, head: Head) -> list[AnswerColumn]:
         entity = {"entity_group": str, "score": float, "word": str, "start": int, "end": int}
-        return [Column("entities", [entity], lambda answer: answer)]
+        return [AnswerColumn("entities", [entity], lambda answer: answer)]
 
 
-def names(places: Any, head: Head) -> list[str]:
-    """Tags by their numbers. A tag that the head lacks (-1) is shown as outside: no answer to it can be right."""
-    return [head.labels[int(place)] if place >= 0 else OUTSIDE for place in places]
+def to_tag_names(tag_ids: Any, head: Head) -> list[str]:
+    """Tags by number. A tag that the head lacks (-1) is shown as O: no prediction of it can be right."""
+    return [head.labels[int(tag_id)] if tag_id >= 0 else OUTSIDE_TAG for tag_id in tag_ids]
 
 
-def located(
-    asked: Input, output: Floats, encoded: Encoded, head: Head
+def locate_entities(
+    input_item: Input, output: Floats, encoded: EncodedRow, head: Head
 ) -> list[tuple[dict[str, Any], list[int], list[int]]]:
-    """Each entity as in the HTTP answer, the token at which each of its words is answered, and the tag found there."""
-    text = asked if isinstance(asked, str) else asked["text"]
-    words = word_spans(text, **read_cuts(head.facts))
-    answered = _answered(encoded, np.array([start for start, _ in words], dtype=np.int64))
-    tokens = np.flatnonzero(answered >= 0)
-    spans, chances = [words[word] for word in answered[tokens]], softmax(output[tokens])
-    tags = chances.argmax(axis=1)
-    found = []
-    for entity in entities(names(tags, head)):
+    """Each entity as in the HTTP answer, the token that answers each of its words, and the predicted tag there."""
+    text = input_item if isinstance(input_item, str) else input_item["text"]
+    words = find_word_spans(text, **get_word_cuts(head.facts))
+    word_at_token = _map_tokens_to_words(encoded, np.array([start for start, _ in words], dtype=np.int64))
+    tokens = np.flatnonzero(word_at_token >= 0)
+    spans, probabilities = [words[word] for word in word_at_token[tokens]], softmax(output[tokens])
+    tags = probabilities.argmax(axis=1)
+    located_entities = []
+    for entity in extract_entities(to_tag_names(tags, head)):
         start, end = spans[entity.start][0], spans[entity.end - 1][1]
-        of = slice(entity.start, entity.end)
-        group = {"entity_group": entity.type, "score": float(chances[of].max(axis=1).mean())}
+        word_slice = slice(entity.start, entity.end)
+        group = {"entity_group": entity.type, "score": float(probabilities[word_slice].max(axis=1).mean())}
         group |= {"word": text[start:end], "start": start, "end": end}
-        found.append((group, tokens[of].tolist(), tags[of].tolist()))
-    return found
+        located_entities.append((group, tokens[word_slice].tolist(), tags[word_slice].tolist()))
+    return located_entities
 
 
-def _answered(encoded: Encoded, starts: Ints) -> Ints:
-    """For each token the number of the word that is answered there, or -1; `starts`: where each word begins.
+def _map_tokens_to_words(encoded: EncodedRow, starts: Ints) -> Ints:
+    """For each token the number of the word that is answered there, or -1; `starts`: the first character of each word.
 
-    A word is answered once, at its first token in the window in which it is farthest from an edge; the text's own
-    beginning and end are no edges. So words are answered in their order.
+    A word is answered once, at its first token in the window in which it is farthest from an edge; the beginning and
+    end of the text are not edges. So words are answered in order.
     """
-    result = np.full(len(encoded.ids), -1, dtype=np.int64)
+    word_at_token = np.full(len(encoded.ids), -1, dtype=np.int64)
     if not len(starts):
-        return result
+        return word_at_token
     best: dict[int, tuple[int, int]] = {}  # word -> (distance from the edge, token)
     begin, last = 0, len(encoded.windows) - 1
     for number, window in enumerate(encoded.windows):
         seen = -1
-        for place in range(window.tokens):
-            start, end = encoded.spans[begin + place]
-            if start == end:  # a special token; others may begin at the blank before their word, none ends behind it
+        for token_index in range(window.num_tokens):
+            start, end = encoded.spans[begin + token_index]
+            if (
+                start == end
+            ):  # a special token; other tokens may begin at the blank before their word, none ends after it
                 continue
             word = int(np.searchsorted(starts, end - 1, side="right")) - 1
             if word == seen:
                 continue
             seen = word
-            before = place if number else len(encoded.ids)
-            after = window.tokens - place if number < last else len(encoded.ids)
-            if word >= 0 and (word not in best or min(before, after) > best[word][0]):
-                best[word] = (min(before, after), begin + place)
-        begin += window.tokens
+            tokens_before = token_index if number else len(encoded.ids)
+            tokens_after = window.num_tokens - token_index if number < last else len(encoded.ids)
+            if word >= 0 and (word not in best or min(tokens_before, tokens_after) > best[word][0]):
+                best[word] = (min(tokens_before, tokens_after), begin + token_index)
+        begin += window.num_tokens
     for word, (_, token) in best.items():
-        result[token] = word
-    return result
+        word_at_token[token] = word
+    return word_at_token
 
 
-def _mean(values: Floats, without: Ints) -> float:
-    """Over the words that have a token; NaN where none has."""
-    read = np.delete(values, without)
-    return float(read.mean()) if len(read) else np.nan
+def _mean_over_words(values: Floats, missing_positions: Ints) -> float:
+    """Mean over the words that have a token; NaN if no word has one."""
+    read_values = np.delete(values, missing_positions)
+    return float(read_values.mean()) if len(read_values) else np.nan
 
 
-def tags_of(label: str) -> list[str]:
-    """A JSON list, or tags separated by blanks. Raises `BadLabel`."""
+def parse_tags(label: str) -> list[str]:
+    """A JSON list, or tags separated by blanks. Raises `InvalidLabel`."""
     if label.startswith("["):
-        return listed(label, '["O", "B-PER"]')
+        return parse_label_list(label, '["O", "B-PER"]')
     return label.split()
 
 
-def _is_list(text: str) -> bool:
+def _is_json_list(text: str) -> bool:
     """Whether a text is a JSON list of texts."""
     try:
-        found = json.loads(text) if text.startswith("[") else None
+        value = json.loads(text) if text.startswith("[") else None
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, list) and all(isinstance(one, str) for one in found)
+    return isinstance(value, list) and all(isinstance(tag, str) for tag in value)
 
 
 TASK = TokenTags()

@@ -1,6 +1,7 @@
-"""How many tokens a pass may have on a GPU: measured by two passes before the first update, and decided once.
+"""The largest number of tokens in a micro-batch on a GPU, measured by two micro-batches before the first step and
+decided once.
 
-It changes speed alone: the rows of an update are the same in any number of passes.
+It changes only the speed: a step has the same rows in any number of micro-batches.
 """
 
 import math
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rtrain.core.ragged import Tokens
+from rtrain.core.ragged import TokenBatch
 from rtrain.data.store.store import Store
 from rtrain.tasks.base import Task
 from rtrain.trainer import step
@@ -18,120 +19,129 @@ from rtrain.trainer import step
 if TYPE_CHECKING:
     import torch
 
-ON_CPU = 2048
-"""Tokens of a pass on a CPU. Measured (MiniLM, bf16, one thread), in thousand tokens a second: passes of 500 tokens
-1.55, 1,000 1.72, 2,000 1.83, 3,000 1.9, 6,000 1.73."""
-IN_PARTS = 4 * ON_CPU
-"""Tokens of a pass on a GPU that has a part of the network, where nothing is measured: no GPU holds the whole of it."""
-TRIED = (2048, 8192)
-"""Fewest tokens of each of the two passes, where nothing is foretold of them."""
-LEAST, MOST, MULTIPLE = 256, 65_536, 256
-"""Most tokens of a pass: more do not make a GPU's matrix products any faster."""
-SHARE = 0.8
-"""The share of the free memory that passes may take; rows of other lengths leave holes in the rest."""
-MOMENTS = 2
-"""Tensors of a parameter's size that the optimizer makes at the first update, after these passes."""
+CPU_TOKENS = 2048
+"""Tokens of a micro-batch on a CPU. Measured (MiniLM, bf16, one thread), in thousand tokens a second: 500 tokens 1.55,
+1,000 1.72, 2,000 1.83, 3,000 1.9, 6,000 1.73."""
+MODEL_PARALLEL_TOKENS = 4 * CPU_TOKENS
+"""Tokens of a micro-batch on a GPU with a part of the network. Nothing is measured there, as no GPU holds the full
+network."""
+PROBE_TOKENS = (2048, 8192)
+"""Tokens of the two probing micro-batches without an estimate."""
+MIN_TOKENS, MAX_TOKENS, TOKEN_MULTIPLE = 256, 65_536, 256
+"""Largest number of tokens in a micro-batch: more do not make a GPU's matrix products faster."""
+MEMORY_FRACTION = 0.8
+"""Fraction of the free memory for micro-batches; rows of other lengths fragment the rest."""
+MOMENTS_PER_PARAMETER = 2
+"""Tensors of a parameter's size that the optimizer allocates in the first step, after the probe."""
 
 
 @dataclass(frozen=True)
-class Peak:
-    """What a forward and backward pass took."""
+class MemoryPeak:
+    """Peak memory of a forward and backward pass."""
 
     tokens: int
     bytes: int | None
-    """Most bytes that were allocated, weights and gradients included; None where the pass did not fit."""
+    """Peak of allocated bytes, with weights and gradients; None if the micro-batch did not fit."""
 
 
-def fitting(small: Peak, large: Peak, usable: float) -> int:
-    """Tokens of the largest pass that fits into so many bytes, by the line through both peaks. Pure."""
+def tokens_from_peaks(small: MemoryPeak, large: MemoryPeak, usable_bytes: float) -> int:
+    """Tokens of the largest micro-batch that fits into `usable_bytes`, by the line through both peaks. Pure."""
     if small.bytes is None:
-        return max(LEAST, small.tokens // 4 // MULTIPLE * MULTIPLE)
+        return max(MIN_TOKENS, small.tokens // 4 // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
     if large.bytes is None:
-        return min(MOST, max(LEAST, small.tokens // MULTIPLE * MULTIPLE))
+        return min(MAX_TOKENS, max(MIN_TOKENS, small.tokens // TOKEN_MULTIPLE * TOKEN_MULTIPLE))
     if large.tokens > small.tokens and large.bytes > small.bytes:
         slope = (large.bytes - small.bytes) / (large.tokens - small.tokens)
-        found = large.tokens + (usable - large.bytes) / slope
-    else:  # rows of which one alone is as long as both: as if all of it were the tokens'
-        found = large.tokens * usable / large.bytes
-    return int(min(MOST, max(LEAST, found // MULTIPLE * MULTIPLE)))
+        tokens = large.tokens + (usable_bytes - large.bytes) / slope
+    else:  # a single row is as long as both: attribute all memory to its tokens
+        tokens = large.tokens * usable_bytes / large.bytes
+    return int(min(MAX_TOKENS, max(MIN_TOKENS, tokens // TOKEN_MULTIPLE * TOKEN_MULTIPLE)))
 
 
-def dealt(most: int, tokens: float, passes: int) -> int:
-    """Most tokens of a pass, `most` or fewer, where so many tokens of an update should make so many passes."""
-    return min(most, max(LEAST, math.ceil(tokens / passes))) if passes > 1 else most
+def cap_for_pipeline(max_tokens: int, tokens: float, num_micro_batches: int) -> int:
+    """Largest number of tokens, at most `max_tokens`, that splits `tokens` of a step into `num_micro_batches`."""
+    return (
+        min(max_tokens, max(MIN_TOKENS, math.ceil(tokens / num_micro_batches))) if num_micro_batches > 1 else max_tokens
+    )
 
 
-def longest_rows(store: Store, task: Task, tokens: int, teacher: str | None = None) -> Tokens:
-    """The longest training rows that together have so many tokens, again and again where all have fewer: with padding
-    inside attention they take the most memory."""
+def longest_rows(store: Store, task: Task, tokens: int, teacher: str | None = None) -> TokenBatch:
+    """The longest training rows with `tokens` tokens together, repeated if all have fewer: with padding inside
+    attention they take the most memory."""
     lengths = store.column("train", "length")
-    most = min(tokens, len(lengths))  # a row has a token at least; all rows would take seconds to sort, of 10^8
-    longest = np.argpartition(lengths, len(lengths) - most)[len(lengths) - most :]
+    max_rows = min(tokens, len(lengths))  # a row has at least one token; sorting all of 10^8 rows would take seconds
+    longest = np.argpartition(lengths, len(lengths) - max_rows)[len(lengths) - max_rows :]
     order = longest[np.argsort(-lengths[longest], kind="stable")]
     sums = np.cumsum(lengths[order], dtype=np.int64)
     rounds, rest = divmod(tokens, int(sums[-1]))
     count = int(np.searchsorted(sums, rest)) + 1 if rest else 0
     positions = np.tile(order, rounds + 1)[: rounds * len(order) + count]
-    rows = store.read("train", positions)
+    rows = store.read_tokens("train", positions)
     if teacher is not None:
-        rows = replace(rows, teacher=store.taught(teacher, positions))
+        rows = replace(rows, teacher_logits=store.teacher_logits(teacher, positions))
     return task.prepare(rows, store.manifest.head, 0, 0)
 
 
-def guessed(small: Peak, large: Peak, usable: float) -> tuple[int, int]:
-    """Fewest tokens of each of the two passes that are to be measured, where those of two other passes are foretold:
-    an eighth and a half of what would fit, so that a forecast that is half of the truth still fits. Pure."""
-    fits = fitting(small, large, usable)
-    few = max(LEAST, fits // 8)
-    return few, max(2 * few, fits // 2)
+def probe_sizes(small: MemoryPeak, large: MemoryPeak, usable_bytes: float) -> tuple[int, int]:
+    """Tokens of the two probing micro-batches from the estimated peaks of two others: an eighth and a half of the
+    tokens that would fit, so that an estimate of half of the truth still fits. Pure."""
+    fitting_tokens = tokens_from_peaks(small, large, usable_bytes)
+    small_tokens = max(MIN_TOKENS, fitting_tokens // 8)
+    return small_tokens, max(2 * small_tokens, fitting_tokens // 2)
 
 
-def room(network: "torch.nn.Module") -> float:
-    """Bytes that passes may take of the network's GPU, or of this process's share of it, beside what is there and what
-    the optimizer will take; the network's own weights are among what is there."""
+def available_bytes(network: "torch.nn.Module") -> float:
+    """Bytes of the network's GPU, or of this process's share of it, that micro-batches may use: free memory without the
+    future state of the optimizer. The network's weights are already allocated."""
     import torch
 
     device = next(network.parameters()).device
     (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
-    share = torch.cuda.get_per_process_memory_fraction(device)
-    usable = SHARE * min(free + reserved, share * total)
-    return usable - MOMENTS * sum(one.numel() * one.element_size() for one in network.parameters() if one.requires_grad)
+    process_fraction = torch.cuda.get_per_process_memory_fraction(device)
+    usable_bytes = MEMORY_FRACTION * min(free + reserved, process_fraction * total)
+    return usable_bytes - MOMENTS_PER_PARAMETER * sum(
+        parameter.numel() * parameter.element_size() for parameter in network.parameters() if parameter.requires_grad
+    )
 
 
-def measured(
+def probe(
     network: "torch.nn.Module",
     loss: step.Loss,
-    made: Callable[[int], Tokens],
+    make_rows: Callable[[int], TokenBatch],
     pad_id: int,
     precision: str,
-    tried: tuple[int, int] = TRIED,
+    probe_tokens: tuple[int, int] = PROBE_TOKENS,
 ) -> int:
-    """Tokens of a pass that fits on the network's GPU.
+    """Measure the tokens of a micro-batch that fits on the network's GPU. The network has no gradients before and
+    after.
 
-    `made` gives the rows of a pass of so many tokens; `tried`: fewest tokens of the two passes that are measured. The
-    network's gradients are none before and after.
+    Args:
+        make_rows: Makes the rows of a micro-batch with a number of tokens.
+        probe_tokens: Tokens of the two probing micro-batches.
     """
     import torch
 
-    device, usable = next(network.parameters()).device, room(network)
+    device, usable_bytes = next(network.parameters()).device, available_bytes(network)
     network.train()
 
-    def peak(tokens: Tokens) -> Peak:
+    def measure_peak(tokens: TokenBatch) -> MemoryPeak:
         torch.cuda.reset_peak_memory_stats(device)
         try:
-            one_pass(network, loss, tokens, pad_id, precision)
+            forward_backward(network, loss, tokens, pad_id, precision)
         except torch.OutOfMemoryError:
-            return Peak(int(tokens.lengths.sum()), None)
-        return Peak(int(tokens.lengths.sum()), torch.cuda.max_memory_allocated(device))
+            return MemoryPeak(int(tokens.window_lengths.sum()), None)
+        return MemoryPeak(int(tokens.window_lengths.sum()), torch.cuda.max_memory_allocated(device))
 
-    small, large = (made(tokens) for tokens in tried)
-    peak(small)  # so that gradients and the libraries' own memory are there when the next pass is measured
-    found = fitting(peak(small), peak(large), usable)
+    small, large = (make_rows(tokens) for tokens in probe_tokens)
+    measure_peak(small)  # so that gradients and library workspaces exist when the next micro-batch is measured
+    max_tokens = tokens_from_peaks(measure_peak(small), measure_peak(large), usable_bytes)
     network.zero_grad(set_to_none=True)
     torch.cuda.empty_cache()
-    return found
+    return max_tokens
 
 
-def one_pass(network: "torch.nn.Module", loss: step.Loss, tokens: Tokens, pad_id: int, precision: str) -> None:
-    """A forward and backward pass as an update's, for the memory that it takes."""
-    loss(step.forward(network, tokens, pad_id, precision, loss.wanted(tokens)), tokens).sum().backward()
+def forward_backward(
+    network: "torch.nn.Module", loss: step.Loss, tokens: TokenBatch, pad_id: int, precision: str
+) -> None:
+    """A forward and backward pass like a step's, for its memory."""
+    loss(step.forward(network, tokens, pad_id, precision, loss.logit_positions(tokens)), tokens).sum().backward()

@@ -1,8 +1,8 @@
-"""Which of a run's evaluations has the best weights: a pure rule, and what it rests on.
+"""Selection of the evaluation with the best weights. Pure.
 
-The larger score wins; of equal scores the lower validation loss; of equal losses too, or where one of them is not
-known, the earlier update. A small validation split gives the same score to many updates, and the first of them is often
-the least trained: its answers are as right as later ones, and far less sure.
+The larger score wins; of equal scores the lower validation loss; of equal or unknown losses the earlier step. A small
+validation split gives many steps the same score, and the first of them is often the least trained: as accurate as later
+ones, and far less certain.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,80 +11,85 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from rtrain.checkpoint.format import State
-from rtrain.core.ragged import Ints, Ragged
+from rtrain.checkpoint.format import CheckpointState
+from rtrain.core.ragged import Ints, RaggedArray
 from rtrain.data.store.store import Store
 from rtrain.tasks.base import Task
 
-ENDLESS = float(-np.log(np.finfo(np.float64).tiny))
-"""Stands for the endless loss of an answer that gave its target no chance at all: such a row counts as very wrong, and
-the losses of the other rows can still be compared. About 708, the log loss of the smallest chance in float64."""
+INFINITE_LOSS = float(-np.log(np.finfo(np.float64).tiny))
+"""Replacement for an infinite loss of a row, so that the losses of the other rows remain comparable. About 708, the log
+loss of the smallest probability in float64."""
 
 
-class Evaluated(NamedTuple):
+class Evaluation(NamedTuple):
     """An evaluation on the validation rows."""
 
-    update: int
+    step: int
     score: float
-    """The headline; larger is better."""
+    """The headline metric; larger is better."""
     loss: float | None = None
-    """Mean over the rows; None where an earlier version of rtrain did not write it down."""
+    """Mean over the rows; None if an earlier version of rtrain did not record it."""
 
 
-def better(new: Evaluated, best: Evaluated | None) -> bool:
-    """Whether `new`, of a later update than `best`, takes its place."""
-    if best is None or new.score != best.score:
-        return best is None or new.score > best.score
-    return new.loss is not None and best.loss is not None and new.loss < best.loss
+def is_better(candidate: Evaluation, best: Evaluation | None) -> bool:
+    """Whether `candidate`, of a later step than `best`, replaces it."""
+    if best is None or candidate.score != best.score:
+        return best is None or candidate.score > best.score
+    return candidate.loss is not None and best.loss is not None and candidate.loss < best.loss
 
 
-def of(state: State) -> Evaluated | None:
-    """The best evaluation that a checkpoint knows of."""
-    if state.best_update is None or state.best_score is None:
+def best_in(state: CheckpointState) -> Evaluation | None:
+    """The best evaluation in a checkpoint's state."""
+    if state.best_step is None or state.best_score is None:
         return None
-    return Evaluated(state.best_update, state.best_score, state.best_loss)
+    return Evaluation(state.best_step, state.best_score, state.best_loss)
 
 
-def kept(best: Evaluated | None, state: State) -> State:
-    """The state with that best evaluation, or with none."""
-    found = best or (None, None, None)
-    return replace(state, best_update=found[0], best_score=found[1], best_loss=found[2])
+def with_best(best: Evaluation | None, state: CheckpointState) -> CheckpointState:
+    """The state with the best evaluation replaced; None removes it."""
+    fields = best or (None, None, None)
+    return replace(state, best_step=fields[0], best_score=fields[1], best_loss=fields[2])
 
 
-Reason = Literal["score", "loss", "first"]
-"""Why an evaluation is the best: its score alone, the lowest loss of equal scores, or the first of what is equal."""
+BestReason = Literal["score", "loss", "first"]
+"""Reason for the best evaluation: its score alone, the lowest loss of equal scores, or the first of equal ones."""
 
 
-def said(best: Evaluated, every: Mapping[int, Evaluated]) -> dict[str, Any]:
-    """The best evaluation for the log: `of` how many, by update in `every`, and `why`.
+def best_event(best: Evaluation, evaluations: Mapping[int, Evaluation]) -> dict[str, Any]:
+    """Fields of the `best` event: the evaluation, `num_evaluations` (how many were compared, `evaluations` by step) and
+    `reason`.
 
-    A better one is not counted: its checkpoint was lost, or else it would be the best.
+    Evaluations with a higher score are not counted: their checkpoints were lost.
     """
-    others = [one for one in every.values() if one.update != best.update and one.score <= best.score]
-    tied = [one for one in others if one.score == best.score]
-    lower = all(better(best, one) for one in tied)
-    why: Reason = "score" if not tied else "loss" if lower else "first"
-    return {**best._asdict(), "of": len(others) + 1, "why": why}
+    not_better = [
+        evaluation
+        for evaluation in evaluations.values()
+        if evaluation.step != best.step and evaluation.score <= best.score
+    ]
+    same_score = [evaluation for evaluation in not_better if evaluation.score == best.score]
+    has_lowest_loss = all(is_better(best, evaluation) for evaluation in same_score)
+    reason: BestReason = "score" if not same_score else "loss" if has_lowest_loss else "first"
+    return {**best._asdict(), "num_evaluations": len(not_better) + 1, "reason": reason}
 
 
-def evaluations(events: Iterable[dict[str, Any]], headline: str, until: int) -> dict[int, Evaluated]:
-    """The evaluations of a run's log by their update, up to `until`: a restart repeats those since its checkpoint."""
+def read_evaluations(events: Iterable[dict[str, Any]], headline: str, last_step: int) -> dict[int, Evaluation]:
+    """Evaluations in a run's log by step, up to `last_step`: a restart repeats those after its checkpoint."""
     return {
-        event["update"]: Evaluated(event["update"], event["scores"][headline], event.get("loss"))
+        event["step"]: Evaluation(event["step"], event["scores"][headline], event.get("loss"))
         for event in events
-        if event["split"] == "valid" and "chosen" not in event and event["update"] <= until
+        if event["split"] == "valid" and "calibration" not in event and event["step"] <= last_step
     }
 
 
-def mean_loss(task: Task, outcomes: Ragged, store: Store, positions: Ints | None = None) -> float | None:
-    """Mean of each validation row's own loss (`Described.loss`), over all rows or those at `positions`; None where no
-    row has one.
+def mean_row_loss(task: Task, row_results: RaggedArray, store: Store, positions: Ints | None = None) -> float | None:
+    """Mean loss of the validation rows (`RowReport.loss`), over all rows or those at `positions`; None if no row has a
+    loss.
 
-    Computed from the outcomes of an evaluation, without another pass. It is the log loss of a label, the mean log loss
-    of the yes or no of each label, the mean log loss of a row's heads, words, sentences or masked tokens, half of the
-    log losses of an answer's two ends, and the squared error of a number in squared standard deviations.
+    It is computed from the results of an evaluation, without another forward pass: log loss of a label; mean log loss
+    of each label's yes or no; mean log loss of a row's heads, words, sentences or masked tokens; half of the log losses
+    of a span's two ends; squared error of a number in squared standard deviations.
     """
     targets = store.targets("valid", positions)
-    rows = task.describe(outcomes, targets, store.manifest.head).loss
-    known = rows[~np.isnan(rows)]
-    return float(np.where(np.isinf(known), ENDLESS, known).mean()) if len(known) else None
+    losses = task.explain_rows(row_results, targets, store.manifest.head).loss
+    finite_losses = losses[~np.isnan(losses)]
+    return float(np.where(np.isinf(finite_losses), INFINITE_LOSS, finite_losses).mean()) if len(finite_losses) else None

@@ -1,76 +1,81 @@
-"""AdamW and RAdam on the fused kernel, and the learning rate as a pure function of the update number."""
+"""AdamW and RAdam on the fused kernel, and the learning rate as a pure function of the step."""
 
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rtrain.config import BETAS, Optim, Recipe
+from rtrain.config import ADAM_BETAS, OptimConfig, Recipe
 from rtrain.models import layerwise_lr
 from rtrain.parallel import dtensor_utils
-from rtrain.parallel.base import Exchange
+from rtrain.parallel.base import Strategy
 from rtrain.trainer import radam
 
 if TYPE_CHECKING:
     import torch
 
-FACTOR = "lr_factor"
-"""The key under which a parameter group keeps its factor of the learning rate (`optim.layer_decay`)."""
+FACTOR_KEY = "lr_factor"
+"""Key of a parameter group's learning-rate factor (`optim.layerwise_lr_decay`)."""
 
 
-def build(
+def build_optimizer(
     model: "torch.nn.Module",
-    optim: Optim,
-    made: "Callable[[type[torch.optim.Optimizer]], type[torch.optim.Optimizer]]" = lambda kind: kind,
+    optim: OptimConfig,
+    wrap_class: "Callable[[type[torch.optim.Optimizer]], type[torch.optim.Optimizer]]" = lambda kind: kind,
     *,
-    beta2: float = BETAS[1],
+    beta2: float = ADAM_BETAS[1],
 ) -> "torch.optim.Optimizer":
-    """AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or RAdam, of all parameters that ask for a gradient.
+    """Build AdamW (Loshchilov and Hutter 2019, arXiv:1711.05101) or RAdam over all trained parameters.
 
-    Decay is decoupled; one-dimensional parameters, biases and normalisations, have none. A group holds the parameters
-    of one factor of the learning rate and one decay that are cut alike. Checkpoints hold no groups: these are a
-    function of the model and the settings. `made` gives the class that is used in place of torch's or radam's. `beta2`
-    is `Recipe.beta2` of the recipe that `optim` belongs to.
+    Weight decay is decoupled; one-dimensional parameters, biases and normalizations have none. A group holds the
+    parameters with the same learning-rate factor, decay and sharding. Checkpoints hold no groups, since the model and
+    the settings determine them.
+
+    Args:
+        wrap_class: Returns the class to use in place of torch's or radam's.
+        beta2: `Recipe.beta2` of the recipe of `optim`.
     """
     import torch
 
-    found: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
-    for parameter, factor in layerwise_lr.factors(model, optim.layer_decay).items():
+    parameters_by_group: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for parameter, factor in layerwise_lr.lr_factors(model, optim.layerwise_lr_decay).items():
         if parameter.requires_grad:
             decay = optim.weight_decay if parameter.dim() > 1 else 0.0
-            found.setdefault((factor, decay), []).append(parameter)
+            parameters_by_group.setdefault((factor, decay), []).append(parameter)
     groups: list[dict[str, Any]] = [
-        {"params": alike, "weight_decay": decay, "lr": optim.lr * factor, FACTOR: factor}
-        for factor, decay in sorted(found, reverse=True)
-        for alike in dtensor_utils.by_kind(found[factor, decay])
+        {"params": alike, "weight_decay": decay, "lr": optim.lr * factor, FACTOR_KEY: factor}
+        for factor, decay in sorted(parameters_by_group, reverse=True)
+        for alike in dtensor_utils.group_by_placement(parameters_by_group[factor, decay])
     ]
-    kind: Any = made(radam.optimizer_class() if optim.name == "radam" else torch.optim.AdamW)
-    return kind(groups, lr=optim.lr, betas=(BETAS[0], beta2), fused=True)  # type: ignore[no-any-return]
+    optimizer_class: Any = wrap_class(radam.optimizer_class() if optim.name == "radam" else torch.optim.AdamW)
+    return optimizer_class(groups, lr=optim.lr, betas=(ADAM_BETAS[0], beta2), fused=True)  # type: ignore[no-any-return]
 
 
-def of_run(exchange: Exchange, recipe: Recipe) -> "torch.optim.Optimizer":
-    """The optimizer of a run on one of its workers."""
-    return exchange.optimizer(lambda made: build(exchange.module, recipe.optim, made, beta2=recipe.beta2))
+def build_run_optimizer(strategy: Strategy, recipe: Recipe) -> "torch.optim.Optimizer":
+    """Build the optimizer of a run on one of its workers."""
+    return strategy.make_optimizer(
+        lambda made: build_optimizer(strategy.module, recipe.optim, made, beta2=recipe.beta2)
+    )
 
 
-def set_rate(optimizer: "torch.optim.Optimizer", rate: float) -> None:
-    """Give each group the learning rate `rate`, times its factor."""
+def set_learning_rate(optimizer: "torch.optim.Optimizer", rate: float) -> None:
+    """Set the learning rate of each group to `rate` times its factor."""
     for group in optimizer.param_groups:
-        group["lr"] = rate * group[FACTOR]
+        group["lr"] = rate * group[FACTOR_KEY]
 
 
-def learning_rate(recipe: Recipe, update: int, updates: int) -> float:
-    """Learning rate of `update` (from 0) of `updates`: a linear rise to the peak over the warm-up, then the schedule.
+def learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
+    """Learning rate of `step` (from 0) of `total_steps`: linear warm-up to the peak, then the schedule.
 
-    The peak is `recipe.peak_lr`: what `optim.lr` comes to at the run's rows_per_update.
+    The peak is `recipe.peak_lr`: `optim.lr`, scaled to the run's global_batch_size.
     """
     optim, peak = recipe.optim, recipe.peak_lr
-    warmup = math.ceil(optim.warmup * updates)
-    if update < warmup:
-        return peak * (update + 1) / warmup
+    warmup_steps = math.ceil(optim.warmup * total_steps)
+    if step < warmup_steps:
+        return peak * (step + 1) / warmup_steps
     if optim.schedule == "constant":
         return peak
-    left, of = updates - update, max(1, updates - warmup)
+    remaining_steps, decay_steps = total_steps - step, max(1, total_steps - warmup_steps)
     if optim.schedule == "cosine":
         # (1 + cos(pi (1 - share left))) / 2, without the difference of two numbers that are nearly the same at the end
-        return peak * math.sin(math.pi / 2 * left / of) ** 2
-    return peak * left / of
+        return peak * math.sin(math.pi / 2 * remaining_steps / decay_steps) ** 2
+    return peak * remaining_steps / decay_steps

@@ -1,4 +1,4 @@
-"""The updates of a start, watched: where their time went, in the mean for the run's log, or all of it for a profile."""
+"""Timing of steps: means for the run's log, or all spans for a profile."""
 
 import json
 import os
@@ -9,61 +9,68 @@ from typing import TYPE_CHECKING, Any
 from rtrain.core import env
 from rtrain.parallel import collectives, dtensor_utils
 from rtrain.trainer import step, step_timing
-from rtrain.trainer.step_timing import Window
+from rtrain.trainer.step_timing import StepWindow
 
 if TYPE_CHECKING:
-    from rtrain.parallel.base import Exchange
+    from rtrain.parallel.base import Strategy
 
 
-class Watched:
-    """One worker's updates, from now on. With a `path` all spans are kept, and written there when the start ends.
+class StepProfiler:
+    """Profiler of one worker's steps. With a `path` all spans are kept and written at the end of the attempt.
 
-    A profile on a GPU waits for the kernels of each stage at its end. Else the spans there are those of launching them,
-    and what the worker waits for belongs to whatever stage asks for a result.
+    A profile on a GPU waits for the kernels at the end of each stage. Otherwise the spans there measure kernel
+    launches, and waiting counts for the stage that reads a result.
     """
 
-    def __init__(self, exchange: "Exchange", path: Path | None = None):
-        self._exchange, self._path, self._first = exchange, path, True
-        self._sums, self._kept = step_timing.Sums(), list[dict[str, Any]]()
-        device = dtensor_utils.device(exchange.module)
+    def __init__(self, strategy: "Strategy", path: Path | None = None):
+        self._strategy, self._path, self._is_first = strategy, path, True
+        self._totals, self._windows = step_timing.StageTotals(), list[dict[str, Any]]()
+        device = dtensor_utils.module_device(strategy.module)
         if path is not None and device.type == "cuda":
             import torch
 
-            exchange.timeline.settle = lambda: torch.cuda.synchronize(device)
-        exchange.timeline.take()
-        self._start, self._cpu = exchange.timeline.now(), time.process_time_ns()
-        self._began = self._start
+            strategy.timeline.synchronize = lambda: torch.cuda.synchronize(device)
+        strategy.timeline.pop_spans()
+        self._start, self._start_cpu = strategy.timeline.now(), time.process_time_ns()
+        self._step_start = self._start
 
-    def end(self, number: int, done: step.Done) -> None:
-        """Update `number` has ended, and the next one begins."""
-        timeline = self._exchange.timeline
-        window = Window(number, self._began, timeline.now(), tuple(timeline.take()))
-        self._began = window.stop
+    def end_step(self, step_number: int, step_result: step.StepResult) -> None:
+        """Record the end of step `step_number`; the next one begins."""
+        timeline = self._strategy.timeline
+        window = StepWindow(step_number, self._step_start, timeline.now(), tuple(timeline.pop_spans()))
+        self._step_start = window.stop
         if self._path is not None:
-            counts = {"rows": done.rows, "passes": done.passes, "real_tokens": done.real_tokens}
-            self._kept.append({**vars(window), **counts})
-        if not self._first:  # the first one waits for the stream to begin, which is told as `first_batch`
-            self._sums.add(step_timing.parts(window))
-        self._first = False
+            counts = {
+                "rows": step_result.rows,
+                "micro_batches": step_result.micro_batches,
+                "real_tokens": step_result.real_tokens,
+            }
+            self._windows.append({**vars(window), **counts})
+        if not self._is_first:  # the first step waits for the start of the stream, which is timed as `first_batch`
+            self._totals.add(step_timing.break_down(window))
+        self._is_first = False
 
-    def told(self) -> list[dict[str, float]]:
-        """Mean seconds of an update by part, and `hidden`; `cores_busy`, processor time for time, of its process in all
-        of its updates: of each worker. Called on every rank."""
+    def event_fields(self) -> list[dict[str, float]]:
+        """Fields of the `trained` event for each worker: mean seconds of a step by part, `hidden`, and `cores_busy`
+        (processor time over wall time). Called on every rank."""
         if self._path is not None:
-            self._path.write_text(json.dumps({**self._place(), "windows": self._kept}), encoding="utf-8")
-        times = [time.process_time_ns() - self._cpu, self._exchange.timeline.now() - self._start]
-        vectors = collectives.every([*times, *self._sums.vector()])
-        if not self._sums.updates:
+            self._path.write_text(json.dumps({**self._worker_info(), "steps": self._windows}), encoding="utf-8")
+        times = [time.process_time_ns() - self._start_cpu, self._strategy.timeline.now() - self._start]
+        vectors = collectives.all_gather_object([*times, *self._totals.to_vector()])
+        if not self._totals.steps:
             return []
-        return [{**step_timing.told(sums), "cores_busy": round(cpu / max(1, wall), 3)} for cpu, wall, *sums in vectors]
+        return [
+            {**step_timing.event_fields(sums), "cores_busy": round(cpu / max(1, wall), 3)}
+            for cpu, wall, *sums in vectors
+        ]
 
-    def _place(self) -> dict[str, Any]:
-        """Where and when this worker was: `epoch` is what its clock's zero is in nanoseconds since 1970."""
+    def _worker_info(self) -> dict[str, Any]:
+        """Identity of the worker; `epoch` is the Unix time in nanoseconds at its clock's zero."""
         return {
-            "rank": collectives.own(),
+            "rank": collectives.rank(),
             "host": os.uname().nodename,
-            "cores": env.cores(),
-            "cpu_seconds": (time.process_time_ns() - self._cpu) / 1e9,
-            "seconds": (self._exchange.timeline.now() - self._start) / 1e9,
+            "cores": env.available_cores(),
+            "cpu_seconds": (time.process_time_ns() - self._start_cpu) / 1e9,
+            "seconds": (self._strategy.timeline.now() - self._start) / 1e9,
             "epoch": time.time_ns() - time.perf_counter_ns(),
         }

@@ -23,70 +23,74 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     import torch
 
-TRACTABLE = 5.0
+RECTIFIED_LENGTH = 5.0
 """Length of the approximated moving average above which torch.optim.RAdam rectifies (Liu et al.: 4)."""
-PLAIN = 2.0**60
-"""In place of eps, where nothing is to be adapted. A power of 2: no product with it is rounded. In float32 it absorbs
-sqrt(v) up to 7e10 whole, in float64 to 1e-6 up to 1e12, and lr x PLAIN x m stays finite for gradients up to 1e19."""
+UNADAPTED_EPS = 2.0**60
+"""eps for steps without adaptation. A power of 2, so no product with it is rounded. In float32 it absorbs sqrt(v) up to
+7e10 exactly, in float64 to 1e-6 up to 1e12, and lr x UNADAPTED_EPS x m stays finite for gradients up to 1e19."""
 
 
-class Numbers(NamedTuple):
-    """The numbers that AdamW's kernel is given in one step."""
+class KernelArgs(NamedTuple):
+    """Arguments of AdamW's kernel in one step."""
 
     lr: float
     weight_decay: float
     eps: float
 
 
-def rectified(update: int, beta2: float) -> float | None:
-    """The factor of the learning rate at an update (from 1), or None where it is too early to adapt."""
-    longest = 2 / (1 - beta2) - 1
-    length = longest - 2 * update * beta2**update / (1 - beta2**update)
-    if length <= TRACTABLE:
+def rectification(step: int, beta2: float) -> float | None:
+    """Rectification factor of the learning rate at a step (from 1), or None before adaptation starts."""
+    max_length = 2 / (1 - beta2) - 1
+    length = max_length - 2 * step * beta2**step / (1 - beta2**step)
+    if length <= RECTIFIED_LENGTH:
         return None
-    return float(((length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)) ** 0.5)
+    return float(((length - 4) * (length - 2) * max_length / ((max_length - 4) * (max_length - 2) * length)) ** 0.5)
 
 
-def numbers(update: int, lr: float, weight_decay: float, eps: float, beta2: float) -> Numbers:
-    """The numbers that make AdamW's kernel do RAdam's update (counted from 1) with decoupled decay."""
-    factor = rectified(update, beta2)
+def kernel_args(step: int, lr: float, weight_decay: float, eps: float, beta2: float) -> KernelArgs:
+    """Arguments that make AdamW's kernel compute RAdam's step (from 1) with decoupled decay."""
+    factor = rectification(step, beta2)
     if factor is None:
-        return Numbers(lr * PLAIN, weight_decay / PLAIN, PLAIN)
-    return Numbers(lr * factor, weight_decay / factor, eps / (1 - beta2**update) ** 0.5)
+        return KernelArgs(lr * UNADAPTED_EPS, weight_decay / UNADAPTED_EPS, UNADAPTED_EPS)
+    return KernelArgs(lr * factor, weight_decay / factor, eps / (1 - beta2**step) ** 0.5)
 
 
 @cache
 def optimizer_class() -> "type[torch.optim.AdamW]":
-    """The optimizer, to be made with `fused=True`. Its state is AdamW's, and its groups keep what they were given."""
+    """The optimizer, to be built with `fused=True`. Its state is AdamW's, and its groups keep their options."""
     import torch
 
     class RAdam(torch.optim.AdamW):
         def step(self, closure: Callable[[], Any] | None = None) -> Any:
-            """One update. `closure`, where given, computes the loss and its gradients anew."""
+            """Take one step. `closure` recomputes the loss and its gradients if given."""
             loss = None
             if closure is not None:
                 with torch.enable_grad():
                     loss = closure()
-            own = self.param_groups
-            self.param_groups = [part for group in own for part in self._parts(group)]
+            groups = self.param_groups
+            self.param_groups = [part for group in groups for part in self._split_by_step(group)]
             try:
                 super().step()
             finally:
-                self.param_groups = own
+                self.param_groups = groups
             return loss
 
-        def _parts(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
-            """A group by the number of the coming update: parameters differ in it where some had no gradient once."""
+        def _split_by_step(self, group: dict[str, Any]) -> Iterator[dict[str, Any]]:
+            """Split a group by step number: parameters differ if some had no gradient once."""
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-            begun = [parameter for parameter in parameters if self.state.get(parameter)]
-            # Read in one piece: on a GPU each number alone would wait for all that is under way.
-            steps = torch.stack([self.state[parameter]["step"] for parameter in begun]).tolist() if begun else []
-            done = dict(zip(begun, steps, strict=True))
-            by_update: dict[int, list[Any]] = {}
+            parameters_with_state = [parameter for parameter in parameters if self.state.get(parameter)]
+            # Read in one piece: on a GPU each single read would synchronize.
+            steps = (
+                torch.stack([self.state[parameter]["step"] for parameter in parameters_with_state]).tolist()
+                if parameters_with_state
+                else []
+            )
+            steps_done = dict(zip(parameters_with_state, steps, strict=True))
+            by_step: dict[int, list[Any]] = {}
             for parameter in parameters:
-                by_update.setdefault(1 + int(done.get(parameter, 0)), []).append(parameter)
-            for update, chosen in by_update.items():
-                given = numbers(update, group["lr"], group["weight_decay"], group["eps"], group["betas"][1])
-                yield {**group, "params": chosen, **given._asdict()}
+                by_step.setdefault(1 + int(steps_done.get(parameter, 0)), []).append(parameter)
+            for step_number, step_parameters in by_step.items():
+                args = kernel_args(step_number, group["lr"], group["weight_decay"], group["eps"], group["betas"][1])
+                yield {**group, "params": step_parameters, **args._asdict()}
 
     return RAdam

@@ -1,32 +1,32 @@
-"""The answers to the validation rows at a rung of a search, kept in the run's folder for whoever compares trials.
+"""Predictions on the validation rows at a rung of a search, kept in the run folder for the comparison of trials.
 
-A rung changes nothing in the run: it is no evaluation among which the best weights are chosen. So a run that was
-frozen at a rung and thawed ends as one that never paused.
+A rung does not change the run, since it is no evaluation for the selection of the best weights. So
+a pause at a rung does not change the end of a run.
 """
 
 from rtrain.core import atomic_write
-from rtrain.core.ragged import Ragged
+from rtrain.core.ragged import RaggedArray
 from rtrain.core.run_folder import Run
 
 
-def keep(run: Run, update: int, outcomes: Ragged) -> int:
-    """Write the outcomes of the validation rows by the weights after `update` updates, in index order; returns their
+def write_rung(run: Run, step: int, row_results: RaggedArray) -> int:
+    """Write the results of the validation rows by the weights after `step` steps, in index order; return their
     number."""
     from safetensors.numpy import save_file
 
-    path = run.rung(update)
+    path = run.rung_predictions(step)
     path.parent.mkdir(exist_ok=True)
-    with atomic_write.replacement(path) as draft:
-        save_file({"values": outcomes.values, "counts": outcomes.counts}, draft)
-    return len(outcomes)
+    with atomic_write.replace_file(path) as draft:
+        save_file({"values": row_results.values, "counts": row_results.counts}, draft)
+    return len(row_results)
 
 
-def read(run: Run, update: int) -> Ragged | None:
-    """The outcomes that `keep` wrote; None where the run has not come to that rung."""
+def read_rung(run: Run, step: int) -> RaggedArray | None:
+    """Read the results of `write_rung`; None if the run has not reached the rung."""
     from safetensors.numpy import load_file
 
-    path = run.rung(update)
+    path = run.rung_predictions(step)
     if not path.is_file():
         return None
-    found = load_file(path)
-    return Ragged(found["values"], found["counts"])
+    arrays = load_file(path)
+    return RaggedArray(arrays["values"], arrays["counts"])

@@ -1,8 +1,8 @@
-"""Where the time of an update went: its stages, from the spans of a worker's timeline. Pure.
+"""Breakdown of a step's time into parts, from the spans of a worker's timeline. Pure.
 
-Each moment of an update counts once. While a worker stands still for an exchange, that is the exchange's, whatever
-stage it is in; of the rest each stage has its own; what is left is idle. So the parts add up to the update, to the
-nanosecond. The part of an exchange that is hidden behind computation is told beside them: it is no time of its own.
+Each moment of a step counts once. Exposed gradient synchronization takes precedence over the stage around it; each
+stage has the rest of its spans; the remainder is idle. So the parts add up to the step, to the nanosecond. Overlapped
+communication is reported as `hidden` and is no part.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 from rtrain.parallel.timeline import (
     BACKWARD as BACKWARD,
+    COMM_ASYNC,
+    COMM_WAIT,
     FORWARD as FORWARD,
     OPTIMIZER as OPTIMIZER,
-    SENDS,
-    WAITS,
-    Span,
+    TimeSpan,
 )
 
 Interval = tuple[int, int]
@@ -22,68 +22,68 @@ Interval = tuple[int, int]
 
 GET_BATCH, EVALUATE, CHECKPOINT = "get_batch", "evaluate", "checkpoint"
 STAGES = (GET_BATCH, FORWARD, BACKWARD, OPTIMIZER, EVALUATE, CHECKPOINT)
-"""What a worker does itself; a timeline's spans of these kinds never overlap."""
-EXCHANGE, IDLE = WAITS, "idle"
-PARTS = (GET_BATCH, FORWARD, BACKWARD, EXCHANGE, OPTIMIZER, EVALUATE, CHECKPOINT, IDLE)
-"""All parts of an update, in the order in which they are shown."""
+"""Stages of a worker; spans of these kinds never overlap in a timeline."""
+GRADIENT_SYNC, IDLE = "gradient_sync", "idle"
+STEP_PARTS = (GET_BATCH, FORWARD, BACKWARD, GRADIENT_SYNC, OPTIMIZER, EVALUATE, CHECKPOINT, IDLE)
+"""All parts of a step, in display order."""
 
 
 # ---------------------------------------------------------------------------------------------------------- intervals
 
 
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same moments as disjoint intervals, in order; empty ones are left out."""
-    found: list[Interval] = []
+def merge_intervals(intervals: Iterable[Interval]) -> list[Interval]:
+    """Merge intervals into disjoint ones, in order, without empty ones."""
+    merged: list[Interval] = []
     for start, stop in sorted(intervals):
         if stop <= start:
             continue
-        if found and start <= found[-1][1]:
-            if stop > found[-1][1]:
-                found[-1] = (found[-1][0], stop)
+        if merged and start <= merged[-1][1]:
+            if stop > merged[-1][1]:
+                merged[-1] = (merged[-1][0], stop)
         else:
-            found.append((start, stop))
-    return found
+            merged.append((start, stop))
+    return merged
 
 
-def without(intervals: Sequence[Interval], others: Sequence[Interval]) -> list[Interval]:
-    """The moments of `intervals` that are in none of `others`; both are what `union` returns."""
-    found: list[Interval] = []
-    place = 0
+def subtract_intervals(intervals: Sequence[Interval], removed: Sequence[Interval]) -> list[Interval]:
+    """Subtract `removed` from `intervals`; both are merged."""
+    rest: list[Interval] = []
+    first = 0
     for start, stop in intervals:
-        while place < len(others) and others[place][1] <= start:
-            place += 1
-        ahead = place
-        while ahead < len(others) and others[ahead][0] < stop:
-            if others[ahead][0] > start:
-                found.append((start, others[ahead][0]))
-            start = max(start, others[ahead][1])
-            ahead += 1
+        while first < len(removed) and removed[first][1] <= start:
+            first += 1
+        index = first
+        while index < len(removed) and removed[index][0] < stop:
+            if removed[index][0] > start:
+                rest.append((start, removed[index][0]))
+            start = max(start, removed[index][1])
+            index += 1
         if start < stop:
-            found.append((start, stop))
-    return found
+            rest.append((start, stop))
+    return rest
 
 
-def within(intervals: Sequence[Interval], start: int, stop: int) -> list[Interval]:
-    """The moments of `intervals`, which `union` returned, from `start` until `stop`."""
-    return [(max(start, one), min(stop, other)) for one, other in intervals if one < stop and other > start]
+def clip_intervals(intervals: Sequence[Interval], start: int, stop: int) -> list[Interval]:
+    """Clip merged `intervals` to [start, stop)."""
+    return [(max(start, begin), min(stop, end)) for begin, end in intervals if begin < stop and end > start]
 
 
-def length(intervals: Iterable[Interval]) -> int:
-    """The nanoseconds of disjoint intervals."""
+def total_length(intervals: Iterable[Interval]) -> int:
+    """Total nanoseconds of disjoint intervals."""
     return sum(stop - start for start, stop in intervals)
 
 
-# ---------------------------------------------------------------------------------------------------------- an update
+# ---------------------------------------------------------------------------------------------------------- a step
 
 
 @dataclass(frozen=True)
-class Window:
-    """An update of one worker: from where the last one ended to where all was done that follows its step."""
+class StepWindow:
+    """A step of one worker: from the end of the previous step to the end of everything that follows the optimizer."""
 
-    number: int
+    step_number: int
     start: int
     stop: int
-    spans: tuple[Span, ...]
+    spans: tuple[TimeSpan, ...]
 
     @property
     def wall(self) -> int:
@@ -92,67 +92,69 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Where the nanoseconds of a window went."""
+class StepBreakdown:
+    """Breakdown of a window's nanoseconds."""
 
-    of: Mapping[str, int]
-    """By part (`PARTS`); their sum is the window."""
+    nanoseconds: Mapping[str, int]
+    """Part (`STEP_PARTS`) -> nanoseconds; their sum is the window."""
     hidden: int
-    """Nanoseconds of an exchange while the worker computed."""
+    """Nanoseconds of communication during computation."""
 
 
-def exposed(spans: Sequence[Span]) -> list[Interval]:
-    """The moments in which the worker stood still for an exchange.
+def exposed_comm(spans: Sequence[TimeSpan]) -> list[Interval]:
+    """Intervals in which the worker waits for communication.
 
-    Those in which it says so; and in a backward pass, once the last part of the gradient is on its way, all until that
-    part and those before it have arrived: no gradient is left to compute then.
+    These are the explicit waits, and in a backward pass the time after the last bucket was sent until all buckets have
+    arrived: no gradient is left to compute then.
     """
-    found = [(one.start, one.stop) for one in spans if one.kind == WAITS]
-    sent = [one for one in spans if one.kind == SENDS]
-    for backward in spans if sent else ():
+    intervals = [(span.start, span.stop) for span in spans if span.kind == COMM_WAIT]
+    sends = [span for span in spans if span.kind == COMM_ASYNC]
+    for backward in spans if sends else ():
         if backward.kind == BACKWARD:
-            own = [one for one in sent if backward.start <= one.start < backward.stop]
-            last = max((one.start for one in own), default=0)
-            found += [(max(last, one.start), min(one.stop, backward.stop)) for one in own]
-    return union(found)
+            backward_sends = [span for span in sends if backward.start <= span.start < backward.stop]
+            last_send = max((span.start for span in backward_sends), default=0)
+            intervals += [(max(last_send, span.start), min(span.stop, backward.stop)) for span in backward_sends]
+    return merge_intervals(intervals)
 
 
-def parts(window: Window) -> Parts:
-    """Where the time of an update went."""
-    stood = within(exposed(window.spans), window.start, window.stop)
-    sent = union((one.start, one.stop) for one in window.spans if one.kind == SENDS)
-    hidden = length(without(within(sent, window.start, window.stop), stood))
-    found, taken = {EXCHANGE: length(stood)}, stood
+def break_down(window: StepWindow) -> StepBreakdown:
+    """Break down the time of a step."""
+    exposed_intervals = clip_intervals(exposed_comm(window.spans), window.start, window.stop)
+    send_intervals = merge_intervals((span.start, span.stop) for span in window.spans if span.kind == COMM_ASYNC)
+    hidden = total_length(
+        subtract_intervals(clip_intervals(send_intervals, window.start, window.stop), exposed_intervals)
+    )
+    nanoseconds, covered = {GRADIENT_SYNC: total_length(exposed_intervals)}, exposed_intervals
     for stage in STAGES:
-        whole = union((one.start, one.stop) for one in window.spans if one.kind == stage)
-        if own := without(within(whole, window.start, window.stop), taken):
-            taken = union([*taken, *own])
-        found[stage] = length(own)
-    found[IDLE] = window.wall - length(taken)
-    return Parts({name: found[name] for name in PARTS}, hidden)
+        stage_intervals = merge_intervals((span.start, span.stop) for span in window.spans if span.kind == stage)
+        if uncovered := subtract_intervals(clip_intervals(stage_intervals, window.start, window.stop), covered):
+            covered = merge_intervals([*covered, *uncovered])
+        nanoseconds[stage] = total_length(uncovered)
+    nanoseconds[IDLE] = window.wall - total_length(covered)
+    return StepBreakdown({name: nanoseconds[name] for name in STEP_PARTS}, hidden)
 
 
-class Sums:
-    """Nanoseconds by part over many updates, without keeping these."""
+class StageTotals:
+    """Nanoseconds by part, summed over steps."""
 
     def __init__(self) -> None:
-        self.updates = 0
-        self.of = dict.fromkeys(PARTS, 0)
+        self.steps = 0
+        self.nanoseconds = dict.fromkeys(STEP_PARTS, 0)
         self.hidden = 0
 
-    def add(self, found: Parts) -> None:
-        self.updates += 1
-        self.hidden += found.hidden
-        for name, value in found.of.items():
-            self.of[name] += value
+    def add(self, breakdown: StepBreakdown) -> None:
+        self.steps += 1
+        self.hidden += breakdown.hidden
+        for name, value in breakdown.nanoseconds.items():
+            self.nanoseconds[name] += value
 
-    def vector(self) -> list[int]:
-        """As numbers in a row, for an exchange between workers; `told` reads them."""
-        return [self.updates, self.hidden, *self.of.values()]
+    def to_vector(self) -> list[int]:
+        """Serialize to numbers for a gather between workers; `event_fields` reads them."""
+        return [self.steps, self.hidden, *self.nanoseconds.values()]
 
 
-def told(vector: Sequence[int]) -> dict[str, float]:
-    """Mean seconds of an update by part, and `hidden`, of what `Sums.vector` gave."""
-    updates, hidden, *values = vector
-    named = {**dict(zip(PARTS, values, strict=True)), "hidden": hidden}
-    return {name: round(value / max(1, updates) / 1e9, 6) for name, value in named.items()}
+def event_fields(vector: Sequence[int]) -> dict[str, float]:
+    """Mean seconds of a step by part, and `hidden`, from the numbers of `StageTotals.to_vector`."""
+    steps, hidden, *values = vector
+    totals = {**dict(zip(STEP_PARTS, values, strict=True)), "hidden": hidden}
+    return {name: round(value / max(1, steps) / 1e9, 6) for name, value in totals.items()}

@@ -1,1 +1,1 @@
-"""`verify`, `drill` and the ledger: proofs that a run trains exactly what it should."""
+"""`verify`, `drill` and the ledger: tests of exact training."""

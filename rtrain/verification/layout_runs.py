@@ -1,7 +1,7 @@
-"""What a worker group of `rtrain verify` does: train the same slice in several layouts and measure how far they part.
+"""Worker group of `rtrain verify`: train the same slice in several layouts and measure the differences.
 
-All without dropout, and nearly all in float64: in fp32, correct code parts too, since Adam amplifies rounding where the
-true gradient is zero. What is trained with is the run's own stream, loop and step.
+There is no dropout, and nearly all cases are in float64: in fp32 correct code differs too, since Adam amplifies
+rounding if the true gradient is zero. The cases use the run's own stream, loop and step.
 """
 
 import copy
@@ -18,243 +18,275 @@ from rtrain.config import Recipe
 from rtrain.core import env
 from rtrain.core.run_folder import Run
 from rtrain.data import stream
-from rtrain.data.order import Order, chain
+from rtrain.data.order import RowOrder, chain_digest
 from rtrain.data.store.store import open_store
 from rtrain.models import builder
 from rtrain.parallel import collectives, dtensor_utils, factory as strategies
-from rtrain.parallel.base import Exchange
+from rtrain.parallel.base import Strategy
 from rtrain.tasks import base
 from rtrain.trainer import losses, optimizers, step, trainer
 from rtrain.verification import planted_bugs
-from rtrain.verification.verify_plan import EXACT, SINGLE, Case, train_of
+from rtrain.verification.verify_plan import EXACT_PRECISION, SINGLE_WORKER, VerificationCase, case_train_config
 
 if TYPE_CHECKING:
     import torch
 
 REFERENCE = "reference"
-FLOOR = 1e-6
-"""A tensor's gradient below this share of the whole gradient's norm is compared with that share instead of itself."""
-FP32_FLOOR = 1.0
-"""The same in fp32: a tensor whose true gradient is zero, as a key's bias has, is nothing but rounding."""
+GRADIENT_FLOOR = 1e-6
+"""Floor of a tensor's gradient norm in the comparison, as a fraction of the whole gradient's norm."""
+FP32_GRADIENT_FLOOR = 1.0
+"""The floor in fp32: a tensor with a true gradient of zero, such as a key's bias, has only rounding errors."""
 
 
 @dataclass
-class Measured:
-    """How far a case parted from the reference."""
+class CaseMeasurement:
+    """Difference of a case from the reference."""
 
     weights_ratio: float = 0.0
     """|difference| / |distance moved|, over all tensors jointly, at the end."""
     gradient_ratio: float = 0.0
-    """The largest |g - g_ref| / max(|g_ref|, FLOOR x |whole g_ref|) of any tensor and update, before clipping."""
+    """The largest |g - g_ref| / max(|g_ref|, FLOOR x |whole g_ref|) of any tensor and step, before clipping."""
     worst_tensor: str = ""
-    worst_update: int = -1
-    most_passes: int = 0
-    """Most passes that rank 0 made in one update."""
+    worst_step: int = -1
+    max_micro_batches: int = 0
+    """Largest number of micro-batches of rank 0 in a step."""
     order_digest: str = ""
     rows: int = 0
-    workers_differ: int = 0
-    """Workers whose weights are not, bit for bit, those of the first worker that has the same."""
+    differing_workers: int = 0
+    """Workers whose weights differ in a bit from the first worker with the same tensors."""
     seconds: float = 0.0
 
 
-def reference_of(case: Case) -> str:
-    """The folder of what a case is compared with."""
-    return REFERENCE if case.precision == EXACT else f"{REFERENCE}-{case.precision}"
+def reference_name(case: VerificationCase) -> str:
+    """Folder of the reference of a case."""
+    return REFERENCE if case.precision == EXACT_PRECISION else f"{REFERENCE}-{case.precision}"
 
 
 @dataclass(frozen=True)
-class Slice:
-    """What the cases train: rows of a store, by a recipe, from a model's weights."""
+class TrainingSlice:
+    """Common inputs of the cases: rows of a store, a recipe, and a model's weights."""
 
     recipe: Recipe
     scratch: Path
     store: Path
     model: Path
     rows: int
-    updates: int
+    steps: int
 
 
-def run_group(trained: Slice, cases: Sequence[Case]) -> None:
+def run_group(training_slice: TrainingSlice, cases: Sequence[VerificationCase]) -> None:
     """The train function of one worker group. Rank 0 appends each case's figures to the scratch folder's log."""
     import ray.train
     import torch
 
-    torch.set_num_threads(max(1, env.cores() // ray.train.get_context().get_local_world_size()))
-    group = _Group(trained)
+    torch.set_num_threads(max(1, env.available_cores() // ray.train.get_context().get_local_world_size()))
+    runner = _CaseRunner(training_slice)
     for case in cases:
-        group.run(case)
+        runner.run(case)
 
 
 @dataclass
-class _Group:
-    slice: Slice
-    job: trainer.Job = field(init=False)
-    start: "torch.nn.Module" = field(init=False)
+class _CaseRunner:
+    training_slice: TrainingSlice
+    context: trainer.TrainingContext = field(init=False)
+    initial_network: "torch.nn.Module" = field(init=False)
 
     def __post_init__(self) -> None:
-        recipe, folder, store = self.slice.recipe, self.slice.model, open_store(self.slice.store)
-        task = base.get(recipe.task)
-        network = builder.build(folder, task, store.manifest.labels, recipe.train.seed, recipe.model)
-        # Evaluation mode is dropout 0 for every architecture; encoders have no other layer that heeds it.
-        self.start = cast("torch.nn.Module", network).double().eval()
-        order = Order(store.manifest.digest, self.slice.rows, recipe.rows_per_update, 1, recipe.train.seed)
-        self.job = trainer.Job(
+        recipe, folder, store = (
+            self.training_slice.recipe,
+            self.training_slice.model,
+            open_store(self.training_slice.store),
+        )
+        task = base.get_task(recipe.task)
+        network = builder.build_network(folder, task, store.manifest.labels, recipe.train.seed, recipe.model)
+        # Evaluation mode disables dropout for every architecture; encoders have no other layer with two modes.
+        self.initial_network = cast("torch.nn.Module", network).double().eval()
+        order = RowOrder(
+            store.manifest.digest, self.training_slice.rows, recipe.global_batch_size, 1, recipe.train.seed
+        )
+        self.context = trainer.TrainingContext(
             recipe=recipe,
-            run=Run(self.slice.scratch),
+            run=Run(self.training_slice.scratch),
             store=store,
             task=task,
-            loss=losses.for_run(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
+            loss=losses.make_loss(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
             order=order,
             pad_id=builder.pad_id(folder),
-            precision=EXACT,
-            until=order.updates,
+            precision=EXACT_PRECISION,
+            end_step=order.num_steps,
         )
 
-    def run(self, case: Case) -> None:
+    def run(self, case: VerificationCase) -> None:
         clock = trainer.Clock()
         with clock.section("case"):
-            train = train_of(self.job.recipe.train, case.layout, case.workers)
-            network = copy.deepcopy(self.start)
-            exchange = strategies.build(network if case.precision == EXACT else network.float(), train)
-            reference = _Reference(case, self.slice, active=collectives.first())
-            measured = self._train(case, exchange, reference)
-            measured.workers_differ = _differing(exchange.module)
-        measured.seconds = round(clock.seconds["case"], 2)
-        if collectives.first():  # with layers cut, several workers are of replica 0
-            self.job.run.append("case", **asdict(case), name=case.name, measured=asdict(measured))
-
-    def _train(self, case: Case, exchange: Exchange, reference: "_Reference") -> Measured:
-        job, measured = replace(self.job, precision=case.precision), Measured()
-        optimizer = optimizers.of_run(exchange, job.recipe)
-        begin, link = 0, trainer.GENESIS
-        if case.resumed:
-            state = checkpoint_format.load(reference.checkpoint(case.resumed), exchange.module, optimizer)
-            begin, link = state.update, bytes.fromhex(state.ledger)
-        step.settle(exchange, job.loss, job.pad_id, job.precision)
-        teacher = job.recipe.answers
-        share = stream.Share(
-            job.store.folder, job.order, exchange.world, exchange.rank, case.micro_batch, teacher=teacher
-        )
-        for update in stream.stream(share, begin, job.order.updates):
-            done = trainer.one_update(
-                job,
-                exchange,
-                optimizer,
-                update,
-                run_update=planted_bugs.BUGS[case.bug] if case.bug else None,
-                observer=_Compared(reference, update.number, measured),
+            train = case_train_config(self.context.recipe.train, case.layout, case.workers)
+            network = copy.deepcopy(self.initial_network)
+            strategy = strategies.build_strategy(
+                network if case.precision == EXACT_PRECISION else network.float(), train
             )
-            link = chain(link, update.digest)
-            measured.rows += done.rows
-            measured.most_passes = max(measured.most_passes, done.passes)
-            keeps = case.keeps or (not reference.made and case.precision == EXACT)
-            if keeps and update.number + 1 == job.order.updates // 2:
-                reference.keep(case.keeps or SINGLE, exchange, optimizer, update.number + 1, link)
-        measured.rows, measured.order_digest = _sum(exchange, measured.rows), link.hex()
-        reference.weights(self.start, exchange, measured)
-        return measured
+            reference = _ReferenceFiles(case, self.training_slice, is_active=collectives.is_rank_zero())
+            measurement = self._train(case, strategy, reference)
+            measurement.differing_workers = _count_differing_workers(strategy.module)
+        measurement.seconds = round(clock.seconds["case"], 2)
+        if collectives.is_rank_zero():  # with sharded layers several workers belong to replica 0
+            self.context.run.append_event("case", **asdict(case), name=case.name, measurement=asdict(measurement))
+
+    def _train(self, case: VerificationCase, strategy: Strategy, reference: "_ReferenceFiles") -> CaseMeasurement:
+        context, measurement = replace(self.context, precision=case.precision), CaseMeasurement()
+        optimizer = optimizers.build_run_optimizer(strategy, context.recipe)
+        first_step, link = 0, trainer.INITIAL_LEDGER
+        if case.resumed_from:
+            state = checkpoint_format.load_checkpoint(
+                reference.checkpoint_path(case.resumed_from), strategy.module, optimizer
+            )
+            first_step, link = state.step, bytes.fromhex(state.ledger)
+        step.warm_up(strategy, context.loss, context.pad_id, context.precision)
+        teacher = context.recipe.teacher_logits_key
+        stream_spec = stream.StreamSpec(
+            context.store.folder,
+            context.order,
+            strategy.num_replicas,
+            strategy.replica_rank,
+            case.micro_batch_size,
+            teacher_version=teacher,
+        )
+        for batch in stream.stream_batches(stream_spec, first_step, context.order.num_steps):
+            step_result = trainer.train_step(
+                context,
+                strategy,
+                optimizer,
+                batch,
+                run_step=planted_bugs.BUGS[case.bug] if case.bug else None,
+                observer=_GradientObserver(reference, batch.step, measurement),
+            )
+            link = chain_digest(link, batch.digest)
+            measurement.rows += step_result.rows
+            measurement.max_micro_batches = max(measurement.max_micro_batches, step_result.micro_batches)
+            should_checkpoint = case.checkpoint_name or (
+                not reference.is_complete and case.precision == EXACT_PRECISION
+            )
+            if should_checkpoint and batch.step + 1 == context.order.num_steps // 2:
+                reference.save_checkpoint(
+                    case.checkpoint_name or SINGLE_WORKER, strategy, optimizer, batch.step + 1, link
+                )
+        measurement.rows, measurement.order_digest = _sum_over_replicas(strategy, measurement.rows), link.hex()
+        reference.compare_weights(self.initial_network, strategy, measurement)
+        return measurement
 
 
 @dataclass
-class _Compared(step.Observer):
+class _GradientObserver(step.Observer):
     """Compares each gradient with the reference's."""
 
-    reference: "_Reference"
-    update: int
-    measured: Measured
+    reference: "_ReferenceFiles"
+    step_number: int
+    measurement: CaseMeasurement
 
-    def gradient(self, exchange: Exchange) -> None:
-        self.reference.gradient(exchange, self.update, self.measured)
+    def on_gradient(self, strategy: Strategy) -> None:
+        self.reference.compare_gradient(strategy, self.step_number, self.measurement)
 
 
-class _Reference:
-    """Gradients and weights of the first case of a precision, on disk; every later case of that is compared with them
-    as it goes."""
+class _ReferenceFiles:
+    """Gradients and weights of the first case of a precision, on disk; every later case of that precision is compared
+    with them."""
 
-    def __init__(self, case: Case, of: Slice, active: bool):
-        self._folder = folder = of.scratch / reference_of(case)
-        self._active, self._middle = active, of.updates // 2
-        self._floor = FLOOR if case.precision == EXACT else FP32_FLOOR
-        self.made = (folder / "weights.safetensors").is_file()
-        self.is_made_here = active and not self.made
-        if active:
+    def __init__(self, case: VerificationCase, training_slice: TrainingSlice, is_active: bool):
+        self._folder = folder = training_slice.scratch / reference_name(case)
+        self._is_active, self._middle_step = is_active, training_slice.steps // 2
+        self._floor = GRADIENT_FLOOR if case.precision == EXACT_PRECISION else FP32_GRADIENT_FLOOR
+        self.is_complete = (folder / "weights.safetensors").is_file()
+        self.is_writer = is_active and not self.is_complete
+        if is_active:
             folder.mkdir(exist_ok=True)
 
-    def checkpoint(self, name: str) -> Path:
-        return checkpoint_format.path_of(self._folder / name, self._middle)
+    def checkpoint_path(self, name: str) -> Path:
+        return checkpoint_format.checkpoint_path(self._folder / name, self._middle_step)
 
-    def keep(self, name: str, exchange: Exchange, optimizer: Any, update: int, link: bytes) -> None:
-        """Called on every rank. Whoever reads it has made an exchange with rank 0 since."""
-        state = checkpoint_format.State(update, link.hex(), None, None)
-        taken = checkpoint_format.Snapshot.take(exchange.module, optimizer, state, gathered=exchange.whole)
-        if self._active:
-            checkpoint_format.write(self._folder / name, taken)
+    def save_checkpoint(self, name: str, strategy: Strategy, optimizer: Any, step_number: int, link: bytes) -> None:
+        """Called on every rank. A rank that reads the checkpoint has synchronized with rank 0 since."""
+        state = checkpoint_format.CheckpointState(step_number, link.hex(), None, None)
+        snapshot = checkpoint_format.Snapshot.capture(
+            strategy.module, optimizer, state, gather=strategy.gather_full_tensors
+        )
+        if self._is_active:
+            checkpoint_format.write_checkpoint(self._folder / name, snapshot)
 
-    def gradient(self, exchange: Exchange, update: int, measured: Measured) -> None:
-        """Called on every rank; rank 0's gradient is the others', which the end's comparison of weights shows."""
-        own = {name: value.grad for name, value in exchange.module.named_parameters() if value.grad is not None}
-        gradients = dict(exchange.whole(own))
-        if not self._active:
+    def compare_gradient(self, strategy: Strategy, step_number: int, measurement: CaseMeasurement) -> None:
+        """Called on every rank. Rank 0's gradient stands for all, as the final comparison of weights shows."""
+        local_gradients = {
+            name: value.grad for name, value in strategy.module.named_parameters() if value.grad is not None
+        }
+        gradients = dict(strategy.gather_full_tensors(local_gradients))
+        if not self._is_active:
             return
-        path = self._folder / f"gradient-{update}.safetensors"
-        if self.is_made_here:
-            _write(path, {key: part for name, grad in gradients.items() for key, part in _compact(name, grad).items()})
+        path = self._folder / f"gradient-{step_number}.safetensors"
+        if self.is_writer:
+            _write_tensors(
+                path,
+                {key: part for name, grad in gradients.items() for key, part in _compact_gradient(name, grad).items()},
+            )
             return
-        known = _read(path)
-        norms = {name: float(value.norm()) for name, value in known.items() if not name.endswith(ROWS)}
+        reference_tensors = _read_tensors(path)
+        norms = {
+            name: float(value.norm()) for name, value in reference_tensors.items() if not name.endswith(ROWS_SUFFIX)
+        }
         total = sum(norm**2 for norm in norms.values()) ** 0.5
         for name, grad in gradients.items():
-            ratio = _difference(grad, known, name) / max(norms.get(name, 0.0), self._floor * total)
-            if not ratio <= measured.gradient_ratio:  # a NaN is the worst of all
-                measured.gradient_ratio, measured.worst_tensor, measured.worst_update = ratio, name, update
+            ratio = _gradient_distance(grad, reference_tensors, name) / max(norms.get(name, 0.0), self._floor * total)
+            if not ratio <= measurement.gradient_ratio:  # NaN counts as the largest
+                measurement.gradient_ratio, measurement.worst_tensor, measurement.worst_step = ratio, name, step_number
         if missing := norms.keys() - gradients.keys():  # as wrong as a gradient of zeros
-            measured.gradient_ratio = math.inf
-            measured.worst_tensor, measured.worst_update = min(missing), update
+            measurement.gradient_ratio = math.inf
+            measurement.worst_tensor, measurement.worst_step = min(missing), step_number
 
-    def weights(self, start: "torch.nn.Module", exchange: Exchange, measured: Measured) -> None:
-        found = dict(exchange.whole({name: value.detach() for name, value in exchange.module.named_parameters()}))
-        if not self._active:
+    def compare_weights(
+        self, initial_network: "torch.nn.Module", strategy: Strategy, measurement: CaseMeasurement
+    ) -> None:
+        weights = dict(
+            strategy.gather_full_tensors({name: value.detach() for name, value in strategy.module.named_parameters()})
+        )
+        if not self._is_active:
             return
         path = self._folder / "weights.safetensors"
-        if self.is_made_here:
-            _write(path, found)
+        if self.is_writer:
+            _write_tensors(path, weights)
             return
-        difference = moved = 0.0
-        before, known = dict(start.named_parameters()), _read(path)
-        if missing := known.keys() - found.keys():
+        difference = reference_distance = 0.0
+        initial_weights, reference_weights = dict(initial_network.named_parameters()), _read_tensors(path)
+        if missing := reference_weights.keys() - weights.keys():
             raise AssertionError(f"weights that one worker trains are not there: {', '.join(sorted(missing))}")
-        for name, value in found.items():
-            difference += float((value - known[name]).norm()) ** 2
-            moved += float((known[name] - before[name].detach()).norm()) ** 2
-        measured.weights_ratio = (difference / moved) ** 0.5
+        for name, value in weights.items():
+            difference += float((value - reference_weights[name]).norm()) ** 2
+            reference_distance += float((reference_weights[name] - initial_weights[name].detach()).norm()) ** 2
+        measurement.weights_ratio = (difference / reference_distance) ** 0.5
 
 
 # ---------------------------------------------------------------------------------------------------------- tensors
 
-ROWS = ":rows"
+ROWS_SUFFIX = ":rows"
 
 
-def _compact(name: str, grad: "torch.Tensor") -> dict[str, "torch.Tensor"]:
-    """A gradient as it is, or only its rows that are not zero: an update touches few rows of an embedding table."""
+def _compact_gradient(name: str, grad: "torch.Tensor") -> dict[str, "torch.Tensor"]:
+    """A gradient, or only its nonzero rows: a step touches few rows of an embedding table."""
     if grad.dim() == 2:
         rows = grad.ne(0).any(dim=1).nonzero().squeeze(1)
         if 2 * len(rows) < len(grad):
-            return {name: grad[rows], name + ROWS: rows}
+            return {name: grad[rows], name + ROWS_SUFFIX: rows}
     return {name: grad}
 
 
-def _difference(grad: "torch.Tensor", known: dict[str, "torch.Tensor"], name: str) -> float:
-    if name not in known:
+def _gradient_distance(grad: "torch.Tensor", reference_tensors: dict[str, "torch.Tensor"], name: str) -> float:
+    if name not in reference_tensors:
         return float(grad.norm())
-    rows = known.get(name + ROWS)
+    rows = reference_tensors.get(name + ROWS_SUFFIX)
     if rows is None:
-        return float((grad - known[name]).norm())
-    difference = grad.clone()
-    difference[rows] -= known[name]
-    return float(difference.norm())
+        return float((grad - reference_tensors[name]).norm())
+    residual = grad.clone()
+    residual[rows] -= reference_tensors[name]
+    return float(residual.norm())
 
 
-def _write(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
+def _write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
     from safetensors.torch import save_file
 
     draft = path.with_suffix(".draft")
@@ -262,26 +294,27 @@ def _write(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
     shutil.move(draft, path)
 
 
-def _read(path: Path) -> dict[str, "torch.Tensor"]:
+def _read_tensors(path: Path) -> dict[str, "torch.Tensor"]:
     from safetensors.torch import load_file
 
     return load_file(path)
 
 
-def _sum(exchange: Exchange, value: int) -> int:
+def _sum_over_replicas(strategy: Strategy, value: int) -> int:
     import torch
 
-    return int(exchange.sum(torch.tensor([value])).item())
+    return int(strategy.sum_over_replicas(torch.tensor([value])).item())
 
 
-def _differing(module: "torch.nn.Module") -> int:
-    """Workers that have other weights than the first worker that has these, by digest; shares are put together."""
-    own = {
-        name: hashlib.sha256(dtensor_utils.full(value.detach()).cpu().numpy().data).hexdigest()
+def _count_differing_workers(module: "torch.nn.Module") -> int:
+    """Number of workers whose weights differ from the first worker with the same tensors, by digest; shards are
+    gathered."""
+    digests = {
+        name: hashlib.sha256(dtensor_utils.full_tensor(value.detach()).cpu().numpy().data).hexdigest()
         for name, value in module.named_parameters()
-        if dtensor_utils.here(value)
+        if dtensor_utils.is_materialized(value)
     }
-    every, first = collectives.every(own), dict[str, str]()
-    for known in reversed(every):
-        first |= known
-    return sum(any(first[name] != digest for name, digest in known.items()) for known in every)
+    digests_by_rank, first_digests = collectives.all_gather_object(digests), dict[str, str]()
+    for rank_digests in reversed(digests_by_rank):
+        first_digests |= rank_digests
+    return sum(any(first_digests[name] != digest for name, digest in known.items()) for known in digests_by_rank)

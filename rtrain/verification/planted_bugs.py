@@ -1,212 +1,229 @@
-"""Bugs of the field, planted on purpose: a check that cannot fail proves nothing.
+"""Common bugs, planted on purpose: `rtrain verify --inject-bugs` shows that each of them is detected.
 
-Each stands in for `step.run_update` and trains with one mistake. `rtrain verify --planted` shows that all are seen.
+Each function replaces `step.run_step` and trains with one mistake.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.core.ragged import Ints, Tokens
-from rtrain.parallel.base import Exchange, Work
-from rtrain.parallel.ddp import Replicated
-from rtrain.parallel.pipeline import Pipeline
+from rtrain.core.ragged import Ints, TokenBatch
+from rtrain.parallel.base import MicroBatchRunnerProtocol, Strategy
+from rtrain.parallel.ddp import DDPStrategy
+from rtrain.parallel.pipeline import PipelineStrategy
 from rtrain.trainer import step
 
 if TYPE_CHECKING:
     import torch
 
 
-def mean_of_means(
-    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
-) -> step.Done:
-    """The mean over passes of each pass's mean: rows of a short pass count for more than others."""
-    return step.run_update(exchange, optimizer, _Means(exchange, loss, passes), passes, **settings)
+def average_micro_batch_means(
+    strategy: Strategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
+) -> step.StepResult:
+    """Average the means of the micro-batches: rows of a short micro-batch weigh more."""
+    return step.run_step(strategy, optimizer, _MeanLoss(strategy, loss, micro_batches), micro_batches, **settings)
 
 
-def dropped_tail_row(
-    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
-) -> step.Done:
-    """The last row of each worker is not trained on, as by a loader that cuts to whole batches."""
-    kept = [*passes[:-1], *([] if not passes or len(passes[-1]) == 1 else [_without_last(passes[-1])])]
-    # The row check, which would stop this at once, is left out: the figures have to show it by themselves.
-    if _count(exchange, kept) == 0:
-        kept = list(passes)
-    return step.run_update(exchange, optimizer, loss, kept, **{**settings, "rows": None})
+def drop_tail_row(
+    strategy: Strategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
+) -> step.StepResult:
+    """Drop the last row of each worker, like a loader that drops incomplete batches."""
+    shortened = [
+        *micro_batches[:-1],
+        *([] if not micro_batches or len(micro_batches[-1]) == 1 else [_drop_last_row(micro_batches[-1])]),
+    ]
+    # Without the row check, which would stop the run at once: the figures must show the bug.
+    if _count_rows(strategy, shortened) == 0:
+        shortened = list(micro_batches)
+    return step.run_step(strategy, optimizer, loss, shortened, **{**settings, "expected_row_sum": None})
 
 
-def double_exchange(
-    exchange: Replicated, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
-) -> step.Done:
-    """The gradient is summed over the workers once more after it was exchanged."""
+def all_reduce_twice(
+    strategy: DDPStrategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
+) -> step.StepResult:
+    """Sum the gradient over the workers once more after its all-reduce."""
 
-    def again() -> None:
-        for parameter in exchange.module.parameters():
+    def sum_again() -> None:
+        for parameter in strategy.module.parameters():
             if parameter.grad is not None:
-                exchange.sum(parameter.grad)
+                strategy.sum_over_replicas(parameter.grad)
 
-    return step.run_update(_Altered(exchange, after_last=again), optimizer, loss, passes, **settings)
-
-
-def k_ignored(
-    exchange: Replicated, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
-) -> step.Done:
-    """Passes before the last are forgotten, as where each pass clears the gradient."""
-
-    return step.run_update(_Altered(exchange, after_others=exchange.begin), optimizer, loss, passes, **settings)
+    return step.run_step(
+        _FaultAfterMicroBatch(strategy, after_last=sum_again), optimizer, loss, micro_batches, **settings
+    )
 
 
-def stale_embedding_row(
-    exchange: Replicated, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
-) -> step.Done:
-    """The row of the first token (`[CLS]`) stays as it was, as where it is left out of the rows that are exchanged."""
-    table = exchange.module.get_input_embeddings().weight  # type: ignore[operator]
-    row = int(passes[0].ids[0]) if passes else None
+def ignore_accumulation(
+    strategy: DDPStrategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
+) -> step.StepResult:
+    """Forget all micro-batches but the last, as if each one cleared the gradient."""
 
-    def lose() -> None:
+    return step.run_step(
+        _FaultAfterMicroBatch(strategy, after_others=strategy.begin_step), optimizer, loss, micro_batches, **settings
+    )
+
+
+def keep_stale_embedding_row(
+    strategy: DDPStrategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
+) -> step.StepResult:
+    """Keep the row of the first token (`[CLS]`) unchanged, as if it were missing from the synchronized rows."""
+    table = strategy.module.get_input_embeddings().weight  # type: ignore[operator]
+    row = int(micro_batches[0].ids[0]) if micro_batches else None
+
+    def drop_gradient() -> None:
         if row is not None:
             table.grad[row] = 0.0
 
-    return step.run_update(_Altered(exchange, after_last=lose), optimizer, loss, passes, **settings)
+    return step.run_step(
+        _FaultAfterMicroBatch(strategy, after_last=drop_gradient), optimizer, loss, micro_batches, **settings
+    )
 
 
-class _Means:
-    """A loss that `step.run_update`, which divides by the update's targets, makes a mean of each pass's means."""
+class _MeanLoss:
+    """A loss that `step.run_step`, which divides by the step's targets, turns into a mean of the micro-batches'
+    means."""
 
-    def __init__(self, exchange: Exchange, loss: step.Loss, passes: Sequence[Tokens]):
+    def __init__(self, strategy: Strategy, loss: step.Loss, micro_batches: Sequence[TokenBatch]):
         import torch
 
-        self._loss, self._passes, self.parts = loss, exchange.world * len(passes), loss.parts
-        own = [sum(part) for part in zip([0] * loss.parts, *map(loss.counts, passes), strict=True)]
-        self._totals = exchange.sum(torch.tensor(own)).tolist()
+        self._loss, self._num_micro_batches, self.num_parts = (
+            loss,
+            strategy.num_replicas * len(micro_batches),
+            loss.num_parts,
+        )
+        counts = [sum(part) for part in zip([0] * loss.num_parts, *map(loss.count_targets, micro_batches), strict=True)]
+        self._totals = strategy.sum_over_replicas(torch.tensor(counts)).tolist()
 
-    def counts(self, tokens: Tokens) -> Sequence[int]:
-        return self._loss.counts(tokens)
+    def count_targets(self, tokens: TokenBatch) -> Sequence[int]:
+        return self._loss.count_targets(tokens)
 
-    def wanted(self, tokens: Tokens) -> Ints | None:
-        return self._loss.wanted(tokens)
+    def logit_positions(self, tokens: TokenBatch) -> Ints | None:
+        return self._loss.logit_positions(tokens)
 
-    def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+    def __call__(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
         factors = [
-            total / (self._passes * max(1, count))
-            for total, count in zip(self._totals, self.counts(tokens), strict=True)
+            total / (self._num_micro_batches * max(1, count))
+            for total, count in zip(self._totals, self.count_targets(tokens), strict=True)
         ]
         sums = self._loss(logits, tokens)
         return sums * sums.new_tensor(factors)
 
 
-def counted_twice(exchange: Exchange, *rest: Any, **settings: Any) -> step.Done:
-    """Every gradient is counted twice, as by two hooks on the same weights."""
-    return step.run_update(_Mistaken(exchange, lambda: exchange.multiply(2.0)), *rest, **settings)
+def count_gradient_twice(strategy: Strategy, *rest: Any, **settings: Any) -> step.StepResult:
+    """Count every gradient twice, as with two hooks on the same weights."""
+    return step.run_step(_FaultAfterRun(strategy, lambda: strategy.scale_gradients(2.0)), *rest, **settings)
 
 
-def replica_left_out(
-    exchange: Exchange, optimizer: Any, loss: step.Loss, passes: Sequence[Tokens], **settings: Any
-) -> step.Done:
-    """What a replica's rows give is lost, as where a group of workers is made of others than its replicas."""
-    return step.run_update(exchange, optimizer, _Lost(loss) if exchange.rank else loss, passes, **settings)
+def leave_out_replica(
+    strategy: Strategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
+) -> step.StepResult:
+    """Lose the gradient of a replica, as with a wrong process group."""
+    return step.run_step(
+        strategy, optimizer, _ZeroLoss(loss) if strategy.replica_rank else loss, micro_batches, **settings
+    )
 
 
-class _Mistaken:
-    """An exchange of whatever strategy, with something wrong after the passes of an update."""
+class _FaultAfterRun:
+    """A strategy with a mistake after the micro-batches of a step."""
 
-    def __init__(self, sound: Exchange, after: Callable[[], None]):
-        self._sound, self._after = sound, after
+    def __init__(self, strategy: Strategy, after: Callable[[], None]):
+        self._strategy, self._after = strategy, after
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._sound, name)
+        return getattr(self._strategy, name)
 
-    def run(self, *arguments: Any) -> None:
-        self._sound.run(*arguments)
+    def run_micro_batches(self, *arguments: Any) -> None:
+        self._strategy.run_micro_batches(*arguments)
         self._after()
 
 
-class _Lost:
+class _ZeroLoss:
     def __init__(self, loss: step.Loss):
-        self._loss, self.parts = loss, loss.parts
+        self._loss, self.num_parts = loss, loss.num_parts
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loss, name)
 
-    def __call__(self, logits: "torch.Tensor", tokens: Tokens) -> "torch.Tensor":
+    def __call__(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
         return self._loss(logits, tokens) * 0.0
 
 
-def edge_gradient_lost(exchange: Pipeline, *rest: Any, **settings: Any) -> step.Done:
-    """A stage takes what it received for a constant: the stages before it get a gradient of zero."""
-    return step.run_update(_Constant(exchange), *rest, **settings)
+def drop_edge_gradient(strategy: PipelineStrategy, *rest: Any, **settings: Any) -> step.StepResult:
+    """Treat the received input of a stage as a constant: earlier stages get a gradient of zero."""
+    return step.run_step(_DetachedPipeline(strategy), *rest, **settings)
 
 
-def divided_by_passes(exchange: Pipeline, *rest: Any, **settings: Any) -> step.Done:
-    """The gradient, a sum over passes, is divided by their number: torch's schedules do so if `scale_grads` is on."""
-    return step.run_update(_Scaled(exchange), *rest, **settings)
+def divide_by_micro_batches(strategy: PipelineStrategy, *rest: Any, **settings: Any) -> step.StepResult:
+    """Divide the gradient, a sum over micro-batches, by their number: torch's schedules do so with `scale_grads`."""
+    return step.run_step(_ScaledPipeline(strategy), *rest, **settings)
 
 
-class _Constant(Pipeline):
-    def __init__(self, sound: Pipeline):
-        self.__dict__ |= vars(sound)
+class _DetachedPipeline(PipelineStrategy):
+    def __init__(self, strategy: PipelineStrategy):
+        self.__dict__ |= vars(strategy)
 
-    def entered(self, received: "torch.Tensor") -> "torch.Tensor":
+    def prepare_input(self, received: "torch.Tensor") -> "torch.Tensor":
         return received.detach()
 
 
-class _Scaled(Pipeline):
-    def __init__(self, sound: Pipeline):
-        self.__dict__ |= vars(sound)
+class _ScaledPipeline(PipelineStrategy):
+    def __init__(self, strategy: PipelineStrategy):
+        self.__dict__ |= vars(strategy)
 
-    def schedule(self, passes: Sequence[Tokens], work: Work) -> Any:
-        made = super().schedule(passes, work)
-        made.scale_grads = True
-        return made
+    def make_schedule(self, micro_batches: Sequence[TokenBatch], runner: MicroBatchRunnerProtocol) -> Any:
+        schedule = super().make_schedule(micro_batches, runner)
+        schedule.scale_grads = True
+        return schedule
 
 
-LAID_OUT: dict[str, dict[str, step.RunUpdate]] = {
-    "shard 3": {"gradient twice": counted_twice, "replica left out": replica_left_out},
-    "pipeline": {"edge gradient lost": edge_gradient_lost, "scale_grads left on": divided_by_passes},
+LAYOUT_BUGS: dict[str, dict[str, step.RunStep]] = {
+    "zero 3": {"gradient twice": count_gradient_twice, "replica left out": leave_out_replica},
+    "pipeline": {"edge gradient lost": drop_edge_gradient, "scale_grads left on": divide_by_micro_batches},
 }
-"""Bugs of workers that have a part of the weights, by the layout in which they are planted."""
-STALE = "stale embedding row"
-BUGS: dict[str, step.RunUpdate] = {
-    "mean of means": mean_of_means,
-    "dropped tail row": dropped_tail_row,
-    "double exchange": double_exchange,
-    "k ignored": k_ignored,
-    STALE: stale_embedding_row,
-    **{name: bug for bugs in LAID_OUT.values() for name, bug in bugs.items()},
+"""Bugs of workers with a part of the weights, by layout."""
+STALE_ROW_BUG = "stale embedding row"
+BUGS: dict[str, step.RunStep] = {
+    "mean of means": average_micro_batch_means,
+    "dropped tail row": drop_tail_row,
+    "double exchange": all_reduce_twice,
+    "k ignored": ignore_accumulation,
+    STALE_ROW_BUG: keep_stale_embedding_row,
+    **{name: bug for bugs in LAYOUT_BUGS.values() for name, bug in bugs.items()},
 }
 
 
-def possible(freeze: str) -> list[str]:
-    """Bugs of whole models that a recipe can have, given its `model.freeze`: a frozen embedding has no gradient to be
-    stale."""
-    others = {name for bugs in LAID_OUT.values() for name in bugs} | ({STALE} if freeze != "none" else set())
-    return [name for name in BUGS if name not in others]
+def possible_bugs(freeze: str) -> list[str]:
+    """Bugs of full models that a recipe can have: with `model.freeze` the embedding has no gradient to be stale."""
+    excluded = {name for bugs in LAYOUT_BUGS.values() for name in bugs} | (
+        {STALE_ROW_BUG} if freeze != "none" else set()
+    )
+    return [name for name in BUGS if name not in excluded]
 
 
-class _Altered(Replicated):
-    """An exchange with something wrong after a pass; it shares the model and the buckets of the sound one."""
+class _FaultAfterMicroBatch(DDPStrategy):
+    """A strategy with a mistake after a micro-batch; it shares the model and the buckets of the correct one."""
 
     def __init__(
         self,
-        sound: Replicated,
+        strategy: DDPStrategy,
         after_others: Callable[[], None] = lambda: None,
         after_last: Callable[[], None] = lambda: None,
     ):
-        self.__dict__ |= vars(sound)
+        self.__dict__ |= vars(strategy)
         self._after = {False: after_others, True: after_last}
 
     @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        with super().during(last):
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        with super().micro_batch(is_last):
             yield
-        self._after[last]()
+        self._after[is_last]()
 
 
-def _count(exchange: Exchange, passes: Sequence[Tokens]) -> int:
+def _count_rows(strategy: Strategy, micro_batches: Sequence[TokenBatch]) -> int:
     import torch
 
-    return int(exchange.sum(torch.tensor([sum(len(tokens) for tokens in passes)])).item())
+    return int(strategy.sum_over_replicas(torch.tensor([sum(len(tokens) for tokens in micro_batches)])).item())
 
 
-def _without_last(tokens: Tokens) -> Tokens:
-    return tokens.pick(range(len(tokens) - 1))
+def _drop_last_row(tokens: TokenBatch) -> TokenBatch:
+    return tokens.take(range(len(tokens) - 1))

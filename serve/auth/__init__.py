@@ -1,1 +1,1 @@
-"""Who may call the endpoint, and the limits of a request."""
+"""API keys, rate limits, and the checks before an endpoint starts."""

@@ -1,4 +1,5 @@
-"""Who can reach the endpoint, and how, and what it may serve. No torch, no Ray: it is asked before anything starts."""
+"""Checks before the endpoint starts: who can reach it, how, and whether the artifact may be served. No torch, no
+Ray."""
 
 import importlib.util
 import ipaddress
@@ -7,19 +8,19 @@ import ssl
 from collections.abc import Callable
 from pathlib import Path
 
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.core import engines
 from rtrain.core.errors import ConfigError, Problem, UserError
-from rtrain.core.run_folder import shown
+from rtrain.core.run_folder import quote_path
 from rtrain.inference import remote
-from rtrain.inference.artifact import Artifact, ArtifactError, is_compressed, refusal
+from rtrain.inference.artifact import Artifact, ArtifactError, is_compressed, rejection_reason
 from rtrain.models import int8_support
 
 STDERR = "-"
 """`serve.access_log` where lines go to stderr."""
 
 
-def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
+def check_access(settings: ServeConfig, notify: Callable[[str], None] = lambda line: None) -> None:
     """Refuse files of keys and certificates that are no good, and an address that others can reach without a key;
     where that is wanted, say so."""
     _check_files(settings)
@@ -31,21 +32,22 @@ def check(settings: Serve, say: Callable[[str], None] = lambda line: None) -> No
         fix = "make keys (rtrain serve keys add FILE NAME) and write --keys FILE, or listen on 127.0.0.1, or write"
         raise ConfigError([Problem("serve.host", settings.host, reason, f"{fix} --insecure", code="open_to_others")])
     if settings.keys is None:
-        say(f"insecure: whoever reaches {settings.host} may ask the model without a key")
+        notify(f"insecure: whoever reaches {settings.host} may ask the model without a key")
     if settings.tls_cert is None:
-        what = "texts" if settings.keys is None else "keys and texts"
-        say(
-            f"{what} go over the network unencrypted; set serve.tls_cert and serve.tls_key, or let a proxy encrypt them"
+        payload = "texts" if settings.keys is None else "keys and texts"
+        notify(
+            f"{payload} go over the network unencrypted; set serve.tls_cert and serve.tls_key, or let a proxy "
+            "encrypt them"
         )
 
 
-def _check_files(settings: Serve) -> None:
-    from serve.auth import api_keys  # the extra `serve` has what it imports; other verbs than `serve` need none of it
+def _check_files(settings: ServeConfig) -> None:
+    from serve.auth import api_keys  # lazy: its libraries belong to the extra `serve`
 
     problems = []
     if settings.keys is not None:
         try:
-            api_keys.read(Path(settings.keys))
+            api_keys.read_keys(Path(settings.keys))
         except UserError as error:
             problems.append(
                 Problem(
@@ -72,16 +74,16 @@ def _check_files(settings: Serve) -> None:
         raise ConfigError(problems)
 
 
-def absolute(settings: Serve) -> Serve:
-    """With paths that stay right in another folder and in other processes."""
-    named = {name: getattr(settings, name) for name in ("keys", "tls_cert", "tls_key", "access_log")}
+def resolve_paths(settings: ServeConfig) -> ServeConfig:
+    """Make paths absolute, so they hold in other folders and processes."""
+    raw_paths = {name: getattr(settings, name) for name in ("keys", "tls_cert", "tls_key", "access_log")}
     paths = {
-        name: str(Path(path).expanduser().absolute()) for name, path in named.items() if path not in (None, STDERR)
+        name: str(Path(path).expanduser().absolute()) for name, path in raw_paths.items() if path not in (None, STDERR)
     }
     return settings.model_copy(update=paths)
 
 
-def check_grpc(settings: Serve) -> None:
+def check_grpc(settings: ServeConfig) -> None:
     """Refuse gRPC where its library is missing."""
     if settings.grpc_port is not None and importlib.util.find_spec("tritonclient") is None:
         reason = "gRPC needs tritonclient, which is not installed"
@@ -89,44 +91,47 @@ def check_grpc(settings: Serve) -> None:
         raise ConfigError([Problem("serve.grpc_port", settings.grpc_port, reason, fix, code="not_installed")])
 
 
-def admit(made: Artifact, folder: Path, settings: Serve, say: Callable[[str], None] = lambda line: None) -> None:
-    """Refuse an artefact that the gate has refused, and a compressed one that it has not looked at; say so of one that
-    it has held, which may be as good as its base: the rows are few, or the machine that gated it was busy. The float
-    model of a run needs no gate: there is nothing that it must not be worse than, unless somebody has set it beside
-    another one."""
-    if slower := _slower_here(made):
-        say(f"artefact {folder}: {slower}; to know: rtrain gate {shown(folder)}")
-    if settings.ungated or not (is_compressed(made) or refusal(made.gate, made.version)):
+def require_servable(
+    artifact: Artifact, folder: Path, settings: ServeConfig, notify: Callable[[str], None] = lambda line: None
+) -> None:
+    """Refuse an artifact that the gate has rejected, and a compressed artifact without a gate verdict. Warn about the
+    verdict hold: too few rows, or a busy machine. The float model of a run needs no verdict, unless it was compared
+    with a baseline."""
+    if latency_warning := _latency_warning(artifact):
+        notify(f"artifact {folder}: {latency_warning}; to know: rtrain gate {quote_path(folder)}")
+    if settings.ungated or not (is_compressed(artifact) or rejection_reason(artifact.gate, artifact.version)):
         return
-    gate = f"gate it: rtrain gate {shown(folder)} --against BASE"
-    if remote.is_copy(folder):
-        gate = "it is a copy: gate it where it is made, and publish it with its verdict"
-    ways = f"{gate}; or serve it all the same, by --ungated"
-    if made.gate is None:
+    gate_hint = f"gate it: rtrain gate {quote_path(folder)} --baseline BASE"
+    if remote.is_cached(folder):
+        gate_hint = "it is a copy: gate it where it is made, and publish it with its verdict"
+    remedy = f"{gate_hint}; or serve it all the same, by --ungated"
+    if artifact.gate is None:
         raise ArtifactError(
-            f"artefact {folder} was made smaller, and no gate has looked at it; {ways}", code="not_gated"
+            f"artifact {folder} was made smaller, and no gate has looked at it; {remedy}", code="not_gated"
         )
-    if made.gate.get("version") != made.version:
+    if artifact.gate.get("version") != artifact.version:
         raise ArtifactError(
-            f"the verdict in artefact {folder} is that of another one, {made.gate.get('version')}; {ways}",
+            f"the verdict in artifact {folder} is that of another one, {artifact.gate.get('version')}; {remedy}",
             code="not_gated",
         )
-    word, reasons = made.gate.get("verdict"), "; ".join(made.gate.get("reasons") or ["no reason given"])
-    if word == "hold":
-        say(f"the gate could not tell whether artefact {folder} is good enough: {reasons}")
-    elif word != "promote":
-        said = "refused" if word == "refuse" else "not promoted"
+    verdict, reasons = artifact.gate.get("verdict"), "; ".join(artifact.gate.get("reasons") or ["no reason given"])
+    if verdict == "hold":
+        notify(f"the gate could not tell whether artifact {folder} is good enough: {reasons}")
+    elif verdict != "promote":
+        verdict_text = "refused" if verdict == "refuse" else "not promoted"
         raise ArtifactError(
-            f"artefact {folder} was {said} by the gate: {reasons}. To serve it all the same: --ungated",
+            f"artifact {folder} was {verdict_text} by the gate: {reasons}. To serve it all the same: --ungated",
             code="refused_by_gate",
         )
 
 
-def _slower_here(made: Artifact) -> str | None:
-    """Why the gate's latency of an int8 artefact does not hold on this processor."""
-    if engines.get(made.engine).gradients or not made.gate:
+def _latency_warning(artifact: Artifact) -> str | None:
+    """Why the gate's latency of an int8 artifact does not hold on this processor."""
+    if engines.get_engine(artifact.engine).has_gradients or not artifact.gate:
         return None
-    return int8_support.slower_here((made.gate.get("host") or {}).get("int8"), int8_support.of_processor())
+    return int8_support.slower_latency_warning(
+        (artifact.gate.get("host") or {}).get("int8"), int8_support.detect_int8()
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -137,22 +142,22 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def is_private(settings: Serve) -> bool:
+def is_private(settings: ServeConfig) -> bool:
     """Whether clients need a key, or run on this machine. Names in `serve.allowed_hosts` are those of a proxy, which
     opens a loopback address to others."""
     return settings.keys is not None or (is_loopback(settings.host) and not settings.allowed_hosts)
 
 
-def allows_host(settings: Serve, value: str) -> bool:
-    """Whether a request may name that host in its header Host. A client with a key, and one that reaches an open
-    address, may name any; a browser that another site has led here by DNS rebinding sends that site's name."""
+def allows_host(settings: ServeConfig, value: str) -> bool:
+    """Whether the Host header may name that host. Requests with a key, and requests to an open address, may name any
+    host. A page that reached this address by DNS rebinding sends its own host."""
     if settings.keys is not None or not (settings.allowed_hosts or is_loopback(settings.host)):
         return True
     name = re.sub(r":\d*$", "", value).lower()
     return name in settings.allowed_hosts or is_loopback(name.removeprefix("[").removesuffix("]").rstrip("."))
 
 
-def curl(url: str, settings: Serve) -> str:
+def curl_command(url: str, settings: ServeConfig) -> str:
     """A command that asks the endpoint."""
     key = "-H 'authorization: Bearer KEY' " if settings.keys else ""
     body = "-H 'content-type: application/json' -d '{\"inputs\": \"Where is my parcel?\"}'"

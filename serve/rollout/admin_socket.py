@@ -1,7 +1,8 @@
-"""How another command speaks to a running `rtrain serve`: by a socket in the temporary folder, its user's alone.
+"""Admin socket: how another command talks to a running `rtrain serve`. It lies in the temporary folder, for its user
+alone.
 
-The command that serves holds the connection to Ray; a command that changes what is served asks it, and prints what it
-says. One line of JSON each way.
+The serving command holds the connection to Ray. A command that changes the deployment sends one line of JSON, prints
+the reply, which is one line of JSON too, and ends.
 """
 
 import contextlib
@@ -17,68 +18,75 @@ from typing import Any
 
 from rtrain.core.errors import UserError
 
-FOLDER = "/tmp/rtrain-{user}"
+SOCKET_FOLDER = "/tmp/rtrain-{user}"
 """Short, since a socket's path has at most 107 bytes."""
-LONGEST = 1 << 16
+MAX_COMMAND_BYTES = 1 << 16
 """Bytes of a question. What answers is the user's own, and may tell of any number of replicas."""
-TIMEOUT_S = 300.0
-"""Seconds that an answer may take: an artefact is loaded and proven by every replica first."""
-QUESTION_S = 10.0
+RESPONSE_TIMEOUT_S = 300.0
+"""Seconds that an answer may take: an artifact is loaded and proven by every replica first."""
+COMMAND_TIMEOUT_S = 10.0
 """Seconds in which a question has to arrive, and its answer to be taken."""
-POLL_S = 0.2
+POLL_INTERVAL_S = 0.2
 
-Act = Callable[[dict[str, Any]], str]
+CommandHandler = Callable[[dict[str, Any]], str]
 
 
-def path(port: int, folder: str = FOLDER) -> Path:
+def resolve_socket_path(port: int, folder: str = SOCKET_FOLDER) -> Path:
     """The socket of the endpoint on that port. Raises `UserError` where its folder is open to others."""
-    found = Path(folder.format(user=os.getuid()))
+    folder_path = Path(folder.format(user=os.getuid()))
     with contextlib.suppress(FileExistsError):
-        found.mkdir(mode=0o700)
-    facts = found.lstat()
-    if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode) or stat.S_IMODE(facts.st_mode) & 0o077:
+        folder_path.mkdir(mode=0o700)
+    folder_stat = folder_path.lstat()
+    if (
+        folder_stat.st_uid != os.getuid()
+        or not stat.S_ISDIR(folder_stat.st_mode)
+        or stat.S_IMODE(folder_stat.st_mode) & 0o077
+    ):
         raise UserError(
-            f"{found} is not a folder of this user's alone; remove it, or make it so (chmod 700)", code="not_private"
+            f"{folder_path} must be a private folder of this user; remove it, or run chmod 700",
+            code="not_private",
         )
-    return found / f"serve-{port}.sock"
+    return folder_path / f"serve-{port}.sock"
 
 
 @contextlib.contextmanager
-def listening(port: int, act: Act, folder: str = FOLDER) -> Iterator[None]:
-    """For the block, answer each question with what `act` says, in a thread of its own: nobody waits behind a change.
-    An error that a user can act on goes to who asked. Raises `UserError` where an endpoint of this user's has that port
-    already, at another address."""
-    _refuse_taken(port, folder)
-    place = path(port, folder)
-    place.unlink(missing_ok=True)
-    over = threading.Event()
+def serve_admin_socket(port: int, handler: CommandHandler, folder: str = SOCKET_FOLDER) -> Iterator[None]:
+    """Serve commands for the `with` block; each command has its own thread, so a long change blocks no other command.
+    User errors go to the client. Raises `UserError` if another endpoint of this user has the port at another
+    address."""
+    _check_port_free(port, folder)
+    socket_path = resolve_socket_path(port, folder)
+    socket_path.unlink(missing_ok=True)
+    stop_event = threading.Event()
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(place))
+        listener.bind(str(socket_path))
         listener.listen()
-        listener.settimeout(POLL_S)
+        listener.settimeout(POLL_INTERVAL_S)
 
-        def run() -> None:
-            while not over.is_set():
+        def accept_clients() -> None:
+            while not stop_event.is_set():
                 with contextlib.suppress(OSError):  # one of them is TimeoutError
                     client, _ = listener.accept()
-                    threading.Thread(target=_answer, args=(client, act), name="control", daemon=True).start()
+                    threading.Thread(
+                        target=_handle_client, args=(client, handler), name="admin-socket", daemon=True
+                    ).start()
 
-        thread = threading.Thread(target=run, name="control", daemon=True)
+        thread = threading.Thread(target=accept_clients, name="admin-socket", daemon=True)
         thread.start()
         try:
             yield
         finally:
-            over.set()
-            thread.join(timeout=2 * POLL_S)
-            place.unlink(missing_ok=True)
+            stop_event.set()
+            thread.join(timeout=2 * POLL_INTERVAL_S)
+            socket_path.unlink(missing_ok=True)
 
 
-def _refuse_taken(port: int, folder: str) -> None:
+def _check_port_free(port: int, folder: str) -> None:
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(POLL_S)
+        client.settimeout(POLL_INTERVAL_S)
         try:
-            client.connect(str(path(port, folder)))
-        except (FileNotFoundError, ConnectionRefusedError):  # none, or one that was left behind
+            client.connect(str(resolve_socket_path(port, folder)))
+        except (FileNotFoundError, ConnectionRefusedError):  # no socket, or a stale one
             return
         except TimeoutError:
             pass
@@ -89,104 +97,108 @@ def _refuse_taken(port: int, folder: str) -> None:
     )
 
 
-def ask(port: int, question: dict[str, Any], folder: str = FOLDER) -> str:
-    """What the endpoint on that port says. Raises `UserError` with its error, and where there is none."""
-    place = path(port, folder)
+def send_command(port: int, command: dict[str, Any], folder: str = SOCKET_FOLDER) -> str:
+    """Send a command to the endpoint on that port; returns its message. Raises `UserError` with its error, or if no
+    endpoint runs there."""
+    socket_path = resolve_socket_path(port, folder)
     with socket.socket(socket.AF_UNIX) as client:
-        client.settimeout(TIMEOUT_S)
+        client.settimeout(RESPONSE_TIMEOUT_S)
         try:
-            client.connect(str(place))
-            client.sendall(json.dumps(question).encode() + b"\n")
-            answer = json.loads(_line(client, None))
+            client.connect(str(socket_path))
+            client.sendall(json.dumps(command).encode() + b"\n")
+            reply = json.loads(_read_line(client, None))
         except (FileNotFoundError, ConnectionRefusedError):
             raise UserError(
-                f"no `rtrain serve` of this user's answers on port {port}; name its port by --port. One that was "
-                "started with --alone answers no such command: ask its /info and /metrics",
+                f"no `rtrain serve` of this user runs on port {port}; choose its port with --port. An endpoint "
+                "started with --standalone has no commands: use its /info and /metrics",
                 code="not_running",
             ) from None
         except (OSError, ValueError):
-            raise UserError(f"the `rtrain serve` on port {port} ended without an answer", code="no_answer") from None
-    if "error" in answer:
-        raise UserError(answer["error"], code=answer["code"])
-    return str(answer["said"])
+            raise UserError(f"the `rtrain serve` on port {port} ended without a reply", code="no_answer") from None
+    if "error" in reply:
+        raise UserError(reply["error"], code=reply["code"])
+    return str(reply["message"])
 
 
-def _answer(client: socket.socket, act: Act) -> None:
+def _handle_client(client: socket.socket, handler: CommandHandler) -> None:
     with client, contextlib.suppress(OSError):  # whoever asked may have gone
-        client.settimeout(QUESTION_S)
+        client.settimeout(COMMAND_TIMEOUT_S)
         try:
-            answer = {"said": act(json.loads(_line(client, LONGEST)))}
+            reply = {"message": handler(json.loads(_read_line(client, MAX_COMMAND_BYTES)))}
         except UserError as error:
-            answer = {"error": str(error), "code": error.code}
+            reply = {"error": str(error), "code": error.code}
         except json.JSONDecodeError:
-            answer = {"error": "a question is one line of JSON", "code": "malformed"}
+            reply = {"error": "a command is one line of JSON", "code": "invalid_command"}
         except Exception as error:  # what Ray raises: whoever asked has to know it
-            answer = {"error": f"{type(error).__name__}: {error}", "code": "failed"}
-        client.sendall(json.dumps(answer).encode() + b"\n")
+            reply = {"error": f"{type(error).__name__}: {error}", "code": "failed"}
+        client.sendall(json.dumps(reply).encode() + b"\n")
 
 
-def _line(client: socket.socket, most: int | None) -> bytes:
-    """What comes to the end of a line, of at most so many bytes or of any number."""
-    read = bytearray()
-    while not read.endswith(b"\n") and (most is None or len(read) < most):
-        part = client.recv(1 << 16)
-        if not part:
+def _read_line(client: socket.socket, max_bytes: int | None) -> bytes:
+    """Read up to the end of a line, at most `max_bytes` (None: no limit)."""
+    received = bytearray()
+    while not received.endswith(b"\n") and (max_bytes is None or len(received) < max_bytes):
+        chunk = client.recv(1 << 16)
+        if not chunk:
             break
-        read += part
-    return bytes(read)
+        received += chunk
+    return bytes(received)
 
 
 def format_status(document: Mapping[str, Any]) -> str:
-    """What `rtrain serve status` prints. `document`: what `Endpoint.change` says to the question status."""
-    return "\n\n".join(_model(one, document["address"]) for one in document["models"])
+    """What `rtrain serve status` prints. `document`: what `Endpoint.handle_command` says to the question status."""
+    return "\n\n".join(_format_model(model, document["address"]) for model in document["models"])
 
 
-def _model(document: Mapping[str, Any], address: str) -> str:
+def _format_model(document: Mapping[str, Any], address: str) -> str:
     replicas = document["replicas"]
     versions = Counter(replica["version"] or "starting" for replica in replicas)
     lines = [
         f"{document['name']} at {address}",
-        f"artefact   {document['artifact']}",
+        f"artifact   {document['artifact']}",
         f"version    {', '.join(f'{version} ({count} of {len(replicas)})' for version, count in versions.items())}",
     ]
-    if trial := document["trial"]:
-        lines += _trial(trial)
-    up = [replica for replica in replicas if replica["version"]]
-    rows, tokens = (sum(replica["queue"][name] for replica in up) for name in ("rows", "tokens"))
+    if canary := document["canary"]:
+        lines += _format_canary(canary)
+    live_replicas = [replica for replica in replicas if replica["version"]]
+    rows, tokens = (sum(replica["queue"][name] for replica in live_replicas) for name in ("rows", "tokens"))
     requests: Counter[str] = Counter()
-    for replica in up:
+    for replica in live_replicas:
         requests.update(replica["requests"])
-    answered = ", ".join(f"{count:,} with {status}" for status, count in sorted(requests.items())) or "none"
+    request_counts = ", ".join(f"{count:,} with {status}" for status, count in sorted(requests.items())) or "none"
     lines += [
-        f"replicas   {len(up)} of {len(replicas)} up, {sum(replica['ready'] for replica in up)} ready",
+        f"replicas   {len(live_replicas)} of {len(replicas)} up, "
+        f"{sum(replica['ready'] for replica in live_replicas)} ready",
         f"queue      {rows:,} texts, {tokens:,} tokens",
-        f"requests   {answered}",
-        f"drift      {_drift([replica['drift'] for replica in up if replica['drift']])}",
+        f"requests   {request_counts}",
+        f"drift      {_format_drift([replica['drift'] for replica in live_replicas if replica['drift']])}",
     ]
     return "\n".join(lines)
 
 
-def _trial(trial: Mapping[str, Any]) -> list[str]:
-    seen, aim = trial["seen"], trial["aim"]
-    what = trial["stage"] if trial["stage"] != "weighted" else f"answers {trial['weight']:.0%} of the requests"
-    lines = [f"candidate  {trial['version']}: {what}" + (f" ({trial['reason']})" if trial["reason"] else "")]
-    if seen["rows"]:
-        ratio = f", {trial['ratio']:.2f} times as long" if trial["ratio"] else ""
-        rows = f"{seen['rows']:,} of {aim['rows']:,} texts"
-        lines.append(f"           {rows}, the same answer to {seen['agreed']:,}{ratio}")
-    if seen["requests"]:
-        lines.append(f"           {seen['requests']:,} requests answered, {seen['errors']:,} of them with 500 or above")
+def _format_canary(canary: Mapping[str, Any]) -> list[str]:
+    stats, policy = canary["stats"], canary["policy"]
+    stage = canary["stage"] if canary["stage"] != "weighted" else f"answers {canary['weight']:.0%} of the requests"
+    lines = [f"candidate  {canary['version']}: {stage}" + (f" ({canary['reason']})" if canary["reason"] else "")]
+    if stats["rows"]:
+        ratio = f", {canary['ratio']:.2f} times as long" if canary["ratio"] else ""
+        rows = f"{stats['rows']:,} of {policy['min_rows']:,} texts"
+        lines.append(f"           {rows}, the same answer to {stats['same_answers']:,}{ratio}")
+    if stats["requests"]:
+        lines.append(
+            f"           {stats['requests']:,} requests answered, {stats['errors']:,} of them with 500 or above"
+        )
     return lines
 
 
-def _drift(found: list[Mapping[str, Any]]) -> str:
+def _format_drift(drift_reports: list[Mapping[str, Any]]) -> str:
     """The farthest of the replicas, of each histogram."""
-    if not found:
-        return "not watched: the artefact has no reference"
-    worst: dict[str, float] = {}
-    for one in found:
-        for name, value in one["distance"].items():
-            worst[name] = max(value, worst.get(name, 0.0))
-    alarm = "unknown input" if any(one["alarm"] for one in found) else "no alarm"
-    told = ", ".join(f"{name} {value:.2f}" for name, value in sorted(worst.items())) or "no text yet"
-    return f"{alarm}; {told}"
+    if not drift_reports:
+        return "not measured: the artifact has no baseline"
+    max_distances: dict[str, float] = {}
+    for report in drift_reports:
+        for name, value in report["distances"].items():
+            max_distances[name] = max(value, max_distances.get(name, 0.0))
+    alarm = "unknown input" if any(report["alarm"] for report in drift_reports) else "no alarm"
+    distances = ", ".join(f"{name} {value:.2f}" for name, value in sorted(max_distances.items())) or "no text yet"
+    return f"{alarm}; {distances}"

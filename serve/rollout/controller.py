@@ -1,12 +1,12 @@
-"""One model takes another's place while requests come in, and goes back.
+"""Rollout of a model version under load, and rollback.
 
-Every replica loads the candidate beside what it answers with, and proves its golden answers. Only when all of them have
-done so is Ray told, by a change of the deployment's `user_config`, which Ray hands to the replicas there are, and to
-each that it starts later: a replica that dies in mid-change comes back with what was decided. One refusal, and all of
-them drop the candidate and go on.
+Every replica loads the candidate beside the current version, and verifies its golden answers. Only when all have
+succeeded does the deployment's `user_config` change. Ray passes it to all replicas, including later ones, so a replica
+that dies during the change restarts with the decided version. If one replica refuses the candidate, all replicas drop
+it.
 
-With a trial the candidate proves itself on live requests first (`judge`). The plan is repeated with every look at the
-replicas, so that one that was started meanwhile follows it too; nothing of it is decided before the end.
+With a canary, the candidate first proves itself on live requests (`canary`). Each poll of the replicas repeats the
+plan, so a replica that started meanwhile follows it too; the deployment changes only at the end.
 """
 
 import contextlib
@@ -23,296 +23,315 @@ import ray
 from ray.serve.exceptions import RayServeException
 
 import rtrain.inference.artifact
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.core.errors import UserError
-from rtrain.core.run_folder import shown
+from rtrain.core.run_folder import quote_path
 from rtrain.inference.artifact import Artifact
 from serve.auth import preflight
 from serve.rollout import canary
-from serve.rollout.model_slot import Plan
-from serve.rollout.ray_app import ASK_S, Application, Served
+from serve.rollout.model_slot import CanaryPlan
+from serve.rollout.ray_app import BROADCAST_TIMEOUT_S, ArtifactRef, RayApp
 
 logger = logging.getLogger(__name__)
 
-LOAD_S = 120.0
+LOAD_TIMEOUT_S = 120.0
 """Seconds in which every replica has loaded a candidate, or said why it cannot."""
-SWITCH_S = 30.0
-"""Seconds in which every replica answers with what was decided, once it is loaded."""
-END_S = 2 * LOAD_S + SWITCH_S
-"""Seconds in which a trial ends that is told to: it may be at its last look, and then at the switch."""
-POLL_S = 0.02
-WATCH_S = 1.0
+SWITCH_TIMEOUT_S = 30.0
+"""Timeout for all replicas to serve the decided version, once it is loaded."""
+END_TIMEOUT_S = 2 * LOAD_TIMEOUT_S + SWITCH_TIMEOUT_S
+"""Timeout for a canary to stop: it may be at its last poll, and then at the switch."""
+POLL_INTERVAL_S = 0.02
+CANARY_POLL_S = 1.0
 """Seconds between two looks at a trial."""
-SILENCE = (ray.exceptions.RayError, RayServeException, TimeoutError)
-"""What is raised where replicas do not answer."""
-UNKNOWN: Mapping[str, Any] = {"version": None}
-"""What is known of a model in a replica that has not loaded it, or has ended."""
+NO_REPLY_ERRORS = (ray.exceptions.RayError, RayServeException, TimeoutError)
+"""Exceptions of replicas that do not answer."""
+UNKNOWN_STATUS: Mapping[str, Any] = {"version": None}
+"""Status of a model in a replica that has not loaded it, or has ended."""
 
 
 @dataclass
-class Standing:
+class CanaryRun:
     """How a trial stands, over all replicas."""
 
     version: str
-    aim: canary.Aim
-    state: canary.State
-    seen: canary.Tally = field(default_factory=canary.Tally)
+    policy: canary.CanaryPolicy
+    state: canary.CanaryState
+    stats: canary.CanaryStats = field(default_factory=canary.CanaryStats)
     ratio: float | None = None
     """The candidate's seconds to the other version's, the median of the replicas' medians."""
 
-    def look(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
-        """What the replicas have reported, and what follows from it."""
+    def update(self, reports: Sequence[Mapping[str, Any]], now: float) -> None:
+        """Apply the reports of the replicas."""
         refusals = [report["refusal"] for report in reports if report["refusal"]]
         if refusals:
-            self.state = canary.dropped(self.state, refusals[0])
+            self.state = canary.drop(self.state, refusals[0])
             return
-        self.seen = canary.total(canary.Tally(*report["seen"]) for report in reports)
+        self.stats = canary.sum_stats(canary.CanaryStats(*report["stats"]) for report in reports)
         ratios = [report["ratio"] for report in reports if report["ratio"] is not None]
         self.ratio = statistics.median(ratios) if ratios else None
-        self.state = canary.follow(self.state, self.seen, self.aim, now)
+        self.state = canary.advance(self.state, self.stats, self.policy, now)
 
-    def document(self) -> dict[str, Any]:
+    def to_document(self) -> dict[str, Any]:
         return {
             "version": self.version,
             "stage": self.state.stage,
             "weight": self.state.weight,
             "reason": self.state.reason,
-            "seen": self.seen._asdict(),
+            "stats": self.stats._asdict(),
             "ratio": self.ratio,
-            "aim": self.aim._asdict(),
+            "policy": self.policy._asdict(),
         }
 
 
 class Rollout:
-    """What an application answers with for one model, and what it answered with before."""
+    """Served version of one model, and its history."""
 
-    def __init__(self, application: Application, model: str, settings: Serve):
-        self._application, self.model, self._settings = application, model, settings
-        self._served = [application.decided[model]]
-        self._one_at_a_time = threading.Lock()
-        self._trial: Standing | None = None
+    def __init__(self, ray_app: RayApp, model: str, settings: ServeConfig):
+        self._ray_app, self.model, self._settings = ray_app, model, settings
+        self._history = [ray_app.targets[model]]
+        self._lock = threading.Lock()
+        self._canary: CanaryRun | None = None
         """The one in progress, or the last one."""
         self._thread: threading.Thread | None = None
-        self._end_trial = threading.Event()
+        self._stop_event = threading.Event()
 
     @property
-    def artifact(self) -> Path:
+    def folder(self) -> Path:
         """What answers."""
-        return self._served[-1].folder
+        return self._history[-1].folder
 
-    def update(self, artifact: Path, aim: canary.Aim | None = None) -> str:
-        """Answer with the artefact from now on, or, with an aim, as soon as it has proven itself; says so. Raises
+    def update(self, folder: Path, policy: canary.CanaryPolicy | None = None) -> str:
+        """Answer with the artifact from now on, or, with an aim, as soon as it has proven itself; says so. Raises
         `UserError`, and nothing changes, where it may not be served, is another model, or is refused by a replica."""
-        with self._alone():
-            self._refuse_during_trial()
-            said = list[str]()
-            new, old = self._admitted(artifact, said.append), self._served[-1].made
-            made = new.made
-            if (artifact, made.version) == (self.artifact, old.version):
+        with self._hold_lock():
+            self._check_no_canary()
+            lines = list[str]()
+            candidate, baseline = self._check_artifact(folder, lines.append), self._history[-1].artifact
+            artifact = candidate.artifact
+            if (folder, artifact.version) == (self.folder, baseline.version):
                 raise UserError(
-                    f"{shown(artifact)} is what answers already; an update is another version", code="already_serving"
+                    f"{quote_path(folder)} is already served; an update needs another version",
+                    code="already_serving",
                 )
-            if aim is None:
-                self._load(new, old)
-                return "\n".join([*said, self._switch([*self._served, new], old)])
-            self._trial = Standing(made.version, aim, canary.State(time.monotonic()))
-            self._end_trial.clear()
-            self._thread = threading.Thread(target=self._watch, args=(new, old, self._trial), name="trial", daemon=True)
+            if policy is None:
+                self._load_candidate(candidate, baseline)
+                return "\n".join([*lines, self._switch_to([*self._history, candidate], baseline)])
+            self._canary = CanaryRun(artifact.version, policy, canary.CanaryState(time.monotonic()))
+            self._stop_event.clear()
+            self._thread = threading.Thread(
+                target=self._run_canary, args=(candidate, baseline, self._canary), name="canary", daemon=True
+            )
             self._thread.start()
-        said.append(
-            f"{made.version} is on trial: it answers {100 * aim.share:g} % of the texts beside {old.version}, then "
-            "takes its place or is dropped; `rtrain serve status` tells how it stands"
+        lines.append(
+            f"canary of {artifact.version}: it answers {100 * policy.traffic_share:g} % of the texts beside "
+            f"{baseline.version}, then it is promoted or dropped; see `rtrain serve status`"
         )
-        return "\n".join(said)
+        return "\n".join(lines)
 
-    def back(self) -> str:
-        """End the trial, if there is one that has not just been promoted. Else answer with what was served before; it
-        is loaded and proven again. Raises `UserError` as `update` does."""
-        with self._alone():
-            if self.on_trial and (ended := self._ended_by_hand()):
-                return ended
-            if len(self._served) < 2:
-                raise UserError("nothing was served before: there is nothing to go back to", code="nothing_before")
-            before, old = self._served[-2], self._served[-1].made
-            found = self._admitted(before.folder)
-            if found.made.version != before.made.version:
+    def rollback(self) -> str:
+        """Stop a running canary. Without one, or if it was just promoted, serve the previous version, which is loaded
+        and verified again. Raises `UserError` like `update`."""
+        with self._hold_lock():
+            if self.has_running_canary and (outcome := self._stop_canary()):
+                return outcome
+            if len(self._history) < 2:
+                raise UserError("no previous version to roll back to", code="no_previous_version")
+            previous, baseline = self._history[-2], self._history[-1].artifact
+            candidate = self._check_artifact(previous.folder)
+            if candidate.artifact.version != previous.artifact.version:
                 raise UserError(
-                    f"{shown(before.folder)} holds {found.made.version} now, and not {before.made.version}, which was "
-                    "served before; serve it by --update, if it is meant",
-                    code="other_version",
+                    f"{quote_path(previous.folder)} now holds {candidate.artifact.version} instead of "
+                    f"{previous.artifact.version}; "
+                    "use --update to serve it",
+                    code="version_mismatch",
                 )
-            self._load(before, old)
-            return self._switch(self._served[:-1], old)
+            self._load_candidate(previous, baseline)
+            return self._switch_to(self._history[:-1], baseline)
 
-    def document(self, told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What is served and tried, from what the replicas have told of themselves; of one that has ended nothing is
-        known."""
+    def to_document(self, replica_statuses: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Served version and canary, from the statuses of the replicas; a replica that has ended has an unknown
+        status."""
         return {
             "name": self.model,
-            "artifact": str(self.artifact),
-            "trial": self._trial.document() if self._trial else None,
+            "artifact": str(self.folder),
+            "canary": self._canary.to_document() if self._canary else None,
             "replicas": [
-                {"process": one.get("process"), **one.get("models", {}).get(self.model, UNKNOWN)} for one in told
+                {"process": status.get("process"), **status.get("models", {}).get(self.model, UNKNOWN_STATUS)}
+                for status in replica_statuses
             ],
         }
 
-    def close(self, wait_s: float = SWITCH_S) -> None:
-        """End the trial, if there is one; what answers goes on. It is over at the latest when its replicas answer."""
-        self._end_trial.set()
+    def close(self, timeout_s: float = SWITCH_TIMEOUT_S) -> None:
+        """Stop a running canary; the current version keeps serving. Ends at the latest when its replicas answer."""
+        self._stop_event.set()
         if self._thread is not None:
-            self._thread.join(wait_s)
+            self._thread.join(timeout_s)
 
     @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """One that waited would change something else than was meant when it was asked for: what is served before it
-        is known when the other has ended."""
-        if not self._one_at_a_time.acquire(blocking=False):
-            raise UserError(
-                f"{self.model} is being changed just now; look at `rtrain serve status`, and ask again", code="busy"
-            )
+    def _hold_lock(self) -> Iterator[None]:
+        """Reject concurrent changes: a queued change would act on another baseline than intended."""
+        if not self._lock.acquire(blocking=False):
+            raise UserError(f"{self.model} is being changed; see `rtrain serve status`, and try again", code="busy")
         try:
             yield
         finally:
-            self._one_at_a_time.release()
+            self._lock.release()
 
-    def _ended_by_hand(self) -> str:
+    def _stop_canary(self) -> str:
         """How the trial has ended that was to be ended; nothing where it was promoted before that."""
-        self.close(END_S)
-        assert self._trial is not None
-        if self.on_trial:
-            late = f"the replicas have not answered for {END_S:.0f} s"
+        self.close(END_TIMEOUT_S)
+        assert self._canary is not None
+        if self.has_running_canary:
+            reason = f"the replicas have not answered for {END_TIMEOUT_S:.0f} s"
             raise UserError(
-                f"{self._trial.version} is dropped as soon as its replicas answer: {late}; see Ray's logs",
+                f"{self._canary.version} is dropped as soon as its replicas answer: {reason}; see Ray's logs",
                 code="no_answer",
             )
-        state = self._trial.state
-        return "" if state.stage == "promoted" else f"{self._trial.version}: {state.reason}"
+        state = self._canary.state
+        return "" if state.stage == "promoted" else f"{self._canary.version}: {state.reason}"
 
     @property
-    def on_trial(self) -> bool:
+    def has_running_canary(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def _refuse_during_trial(self) -> None:
-        if self.on_trial and self._trial is not None:
+    def _check_no_canary(self) -> None:
+        if self.has_running_canary and self._canary is not None:
             raise UserError(
-                f"{self._trial.version} is on trial; wait for its end, or end it by --rollback", code="busy"
+                f"{self._canary.version} runs as a canary; wait for its end, or stop it with --rollback", code="busy"
             )
 
-    def _admitted(self, artifact: Path, say: Callable[[str], None] = lambda line: None) -> Served:
-        """The artefact as it is now; `say` is told what speaks against it. Raises `UserError` where it may not take the
-        place of what answers."""
-        made, old = rtrain.inference.artifact.read(artifact), self._served[-1].made
-        preflight.admit(made, artifact, self._settings, say)
-        if made.name != old.name:
+    def _check_artifact(self, folder: Path, notify: Callable[[str], None] = lambda line: None) -> ArtifactRef:
+        """The artifact now; `notify` receives warnings. Raises `UserError` if it may not replace the current
+        version."""
+        artifact, baseline = rtrain.inference.artifact.read_artifact(folder), self._history[-1].artifact
+        preflight.require_servable(artifact, folder, self._settings, notify)
+        if artifact.name != baseline.name:
             raise UserError(
-                f"{shown(artifact)} is called {made.name}, and what answers as {self.model} is called {old.name}; "
+                f"{quote_path(folder)} is called {artifact.name}, and what answers as {self.model} is called "
+                f"{baseline.name}; "
                 "serve it under another name, or at another port",
-                code="other_model",
+                code="model_mismatch",
             )
-        if made.task != old.task:
+        if artifact.task != baseline.task:
             raise UserError(
-                f"{shown(artifact)} answers {made.task}, and what answers as {self.model} answers {old.task}; serve it "
+                f"{quote_path(folder)} answers {artifact.task}, and what answers as {self.model} answers "
+                f"{baseline.task}; serve it "
                 "under another name, or at another port",
-                code="other_task",
+                code="task_mismatch",
             )
-        return Served(artifact, made)
+        return ArtifactRef(folder, artifact)
 
-    def _load(self, new: Served, old: Artifact) -> None:
-        if refusals := self._refusals(new):
-            self._drop()
-            raise UserError(f"{shown(new.folder)} is not served, {old.version} goes on: {refusals[0]}", code="refused")
+    def _load_candidate(self, candidate: ArtifactRef, baseline: Artifact) -> None:
+        if refusals := self._collect_refusals(candidate):
+            self._drop_candidate()
+            raise UserError(
+                f"{quote_path(candidate.folder)} was refused, {baseline.version} keeps serving: {refusals[0]}",
+                code="refused",
+            )
 
-    def _drop(self) -> None:
+    def _drop_candidate(self) -> None:
         """The candidate. Where a replica does not answer, the next one takes its place."""
-        with contextlib.suppress(*SILENCE):
-            self._application.told("drop", self.model)
+        with contextlib.suppress(*NO_REPLY_ERRORS):
+            self._ray_app.broadcast("drop_candidate", self.model)
 
-    def _switch(self, served: list[Served], old: Artifact) -> str:
-        """To the last of `served`. Raises `UserError` where replicas are late; it is decided all the same."""
-        self._served = served  # first: whatever becomes of it, Ray may have been told, and one has to get back
-        made = served[-1].made
-        self._application.decide(self.model, served[-1])
-        give_up = time.monotonic() + SWITCH_S
-        while not self._all_serve(served[-1]):
-            if time.monotonic() > give_up:
-                late = f"not every replica answers with {made.version} after {SWITCH_S:.0f} s"
-                raise UserError(
-                    f"{late}, which they are to do; see Ray's logs, or go back by --rollback", code="no_answer"
-                )
-            time.sleep(POLL_S)
-        return f"{made.version} answers in place of {old.version}"
+    def _switch_to(self, history: list[ArtifactRef], baseline: Artifact) -> str:
+        """To the last of `history`. Raises `UserError` where replicas are late; it is decided all the same."""
+        self._history = history  # first: Ray may already know it even if this fails, and a rollback must be possible
+        artifact = history[-1].artifact
+        self._ray_app.set_target(self.model, history[-1])
+        give_up_at = time.monotonic() + SWITCH_TIMEOUT_S
+        while not self._all_replicas_serve(history[-1]):
+            if time.monotonic() > give_up_at:
+                reason = f"not every replica answers with {artifact.version} after {SWITCH_TIMEOUT_S:.0f} s"
+                raise UserError(f"{reason}; see Ray's logs, or use --rollback", code="no_answer")
+            time.sleep(POLL_INTERVAL_S)
+        return f"{artifact.version} answers in place of {baseline.version}"
 
-    def _all_serve(self, new: Served) -> bool:
+    def _all_replicas_serve(self, candidate: ArtifactRef) -> bool:
         try:
-            told = self._application.told("serves")
-        except SILENCE:
+            replies = self._ray_app.broadcast("serving_versions")
+        except NO_REPLY_ERRORS:
             return False
-        # One that has ended tells nothing; what comes in its place serves what is decided.
-        versions = {one if isinstance(one, BaseException) else one.get(self.model) for one in told}
-        return versions == {(str(new.folder), new.made.version)}
+        # An ended replica gives no version; its successor serves the decided one.
+        versions = {reply if isinstance(reply, BaseException) else reply.get(self.model) for reply in replies}
+        return versions == {(str(candidate.folder), candidate.artifact.version)}
 
-    def _watch(self, new: Served, old: Artifact, trial: Standing) -> None:
+    def _run_canary(self, candidate: ArtifactRef, baseline: Artifact, canary_run: CanaryRun) -> None:
         """Carry the trial out, to its end."""
-        began = False
-        while not trial.state.over:
-            plan = Plan(str(new.folder), trial.aim.share, trial.aim.slower, trial.state.weight, new.made.version)
+        has_started = False
+        while not canary_run.state.is_over:
+            plan = CanaryPlan(
+                str(candidate.folder),
+                canary_run.policy.traffic_share,
+                canary_run.policy.max_latency_ratio,
+                canary_run.state.weight,
+                candidate.artifact.version,
+            )
             try:
-                told = self._application.told("follow", self.model, plan._asdict(), timeout_s=LOAD_S)
+                reports = self._ray_app.broadcast("start_canary", self.model, plan._asdict(), timeout_s=LOAD_TIMEOUT_S)
                 now = time.monotonic()
-                if not began:  # it counts from when all have loaded it
-                    began, trial.state = True, canary.State(now)
-                # What one that has ended saw is lost.
-                trial.look([report for report in told if not isinstance(report, BaseException)], now)
+                if not has_started:  # it counts from when all have loaded it
+                    has_started, canary_run.state = True, canary.CanaryState(now)
+                # Counts of an ended replica are lost.
+                canary_run.update([report for report in reports if not isinstance(report, BaseException)], now)
             except Exception as error:  # whatever Ray raises: the candidate has to be dropped
-                trial.state = canary.dropped(trial.state, f"its replicas did not answer ({type(error).__name__})")
+                canary_run.state = canary.drop(
+                    canary_run.state, f"its replicas did not answer ({type(error).__name__})"
+                )
                 break
-            if self._end_trial.wait(0 if trial.state.over else WATCH_S):
-                reason = f"dropped by hand; {old.version} goes on"
-                trial.state = replace(trial.state, stage="dropped", reason=reason)
+            if self._stop_event.wait(0 if canary_run.state.is_over else CANARY_POLL_S):
+                reason = f"dropped by rollback; {baseline.version} keeps serving"
+                canary_run.state = replace(canary_run.state, stage="dropped", reason=reason)
         try:
-            self._settle(new, old, trial)
+            self._finish_canary(candidate, baseline, canary_run)
         except Exception as error:  # whatever Ray raises: the trial's end says so
-            logger.exception("the end of the trial of %s", new.made.version)
-            trial.state = replace(trial.state, reason=f"{type(error).__name__}: {error}")
+            logger.exception("the end of the trial of %s", candidate.artifact.version)
+            canary_run.state = replace(canary_run.state, reason=f"{type(error).__name__}: {error}")
 
-    def _settle(self, new: Served, old: Artifact, trial: Standing) -> None:
+    def _finish_canary(self, candidate: ArtifactRef, baseline: Artifact, canary_run: CanaryRun) -> None:
         """What follows from a trial's end. Replicas that have come since the last look have not loaded the candidate,
         and may refuse it: all are asked before one switches."""
-        if trial.state.stage == "promoted" and (refusals := self._refusals(new)):
-            trial.state = replace(trial.state, stage="dropped", reason=refusals[0])
-        if trial.state.stage == "promoted":
-            self._switch([*self._served, new], old)
+        if canary_run.state.stage == "promoted" and (refusals := self._collect_refusals(candidate)):
+            canary_run.state = replace(canary_run.state, stage="dropped", reason=refusals[0])
+        if canary_run.state.stage == "promoted":
+            self._switch_to([*self._history, candidate], baseline)
         else:
-            self._drop()
+            self._drop_candidate()
 
-    def _refusals(self, new: Served) -> list[str]:
-        """Why replicas refuse the artefact; empty where all have loaded and proven it. Where one ends meanwhile, all
-        are asked once more: what comes in its place may be there by then."""
-        give_up = time.monotonic() + LOAD_S
+    def _collect_refusals(self, candidate: ArtifactRef) -> list[str]:
+        """Reasons of replicas that refuse the artifact; empty if all have loaded and verified it. If a replica ends
+        meanwhile, all are asked again: its successor may be up by then."""
+        give_up_at = time.monotonic() + LOAD_TIMEOUT_S
         while True:
             try:
-                found = self._application.told("load", self.model, str(new.folder), new.made.version, timeout_s=LOAD_S)
-            except SILENCE as error:
+                replies = self._ray_app.broadcast(
+                    "load_candidate",
+                    self.model,
+                    str(candidate.folder),
+                    candidate.artifact.version,
+                    timeout_s=LOAD_TIMEOUT_S,
+                )
+            except NO_REPLY_ERRORS as error:
                 return [f"a replica did not answer ({type(error).__name__})"]
-            ended = [one for one in found if isinstance(one, BaseException)]
-            refusals = [one for one in found if one and isinstance(one, str)]
-            if refusals or not ended:
+            failed_replies = [reply for reply in replies if isinstance(reply, BaseException)]
+            refusals = [reply for reply in replies if reply and isinstance(reply, str)]
+            if refusals or not failed_replies:
                 return refusals
-            if time.monotonic() > give_up:
-                return [f"a replica did not answer ({type(ended[0]).__name__})"]
-            time.sleep(WATCH_S)
+            if time.monotonic() > give_up_at:
+                return [f"a replica did not answer ({type(failed_replies[0]).__name__})"]
+            time.sleep(CANARY_POLL_S)
 
 
-def status(application: Application, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
-    """What is served and tried of each model, and what each replica tells of it."""
-    give_up = time.monotonic() + ASK_S
+def collect_status(ray_app: RayApp, rollouts: Iterable[Rollout]) -> list[dict[str, Any]]:
+    """Served version and canary of each model, and the status of each replica."""
+    give_up_at = time.monotonic() + BROADCAST_TIMEOUT_S
     while True:
         try:
-            answers = application.told("status")
+            answers = ray_app.broadcast("status")
             break
-        except RayServeException:  # Ray knows of no replica while the only one is told of a change
-            if time.monotonic() > give_up:
+        except RayServeException:  # Ray lists no replica while the only one is being reconfigured
+            if time.monotonic() > give_up_at:
                 raise
-            time.sleep(POLL_S)
-    told = [{} if isinstance(one, BaseException) else one for one in answers]
-    return [rollout.document(told) for rollout in rollouts]
+            time.sleep(POLL_INTERVAL_S)
+    replica_statuses = [{} if isinstance(answer, BaseException) else answer for answer in answers]
+    return [rollout.to_document(replica_statuses) for rollout in rollouts]

@@ -1,7 +1,7 @@
-"""The versions of a model that a replica holds: the one that answers, and one that may take its place.
+"""Versions of a model in a replica: the current one, and a candidate.
 
-The two lie beside each other in one process, so that a switch is an assignment: no request waits for a model to load,
-and none is cut. What the old version had accepted it still answers.
+Both live in one process, so a switch is an assignment: no request waits for a model to load, and none is interrupted.
+The old version still answers the requests that it has accepted.
 """
 
 import asyncio
@@ -16,195 +16,203 @@ from fastapi import FastAPI
 from starlette.types import Receive, Scope, Send
 
 from rtrain.core.errors import UserError
-from serve.auth import middleware
-from serve.model import ASKING, Service
-from serve.rollout.shadow import Trial
+from serve import middleware
+from serve.model import INFERENCE_SUFFIXES, ModelService
+from serve.rollout.shadow import ShadowTest
 from serve.schemas.predict import RequestError
 
-Make = Callable[[Path], Awaitable[FastAPI]]
-"""Loads an artefact, proves that it gives its golden answers, and builds its application."""
+BuildVersion = Callable[[Path], Awaitable[FastAPI]]
+"""Loads an artifact, proves that it gives its golden answers, and builds its application."""
 
 
 @dataclass(eq=False)
-class Version:
+class ModelVersion:
     folder: str
     app: FastAPI
-    requests: int = 0
+    active_requests: int = 0
     """How many it has accepted and not answered."""
 
     @property
-    def service(self) -> Service:
-        found: Service = self.app.state.service
-        return found
+    def service(self) -> ModelService:
+        service: ModelService = self.app.state.service
+        return service
 
     @property
     def name(self) -> str:
         return self.service.predictor.artifact.version
 
-    def is_of(self, folder: str, name: str) -> bool:
-        """Whether it was made from what that folder has; an empty `name` is any version's."""
-        return self.folder == folder and name in ("", self.name)
+    def matches(self, folder: str, version_name: str) -> bool:
+        """Whether it was made from what that folder has; an empty `version_name` is any version's."""
+        return self.folder == folder and version_name in ("", self.name)
 
 
-class Plan(NamedTuple):
-    """What is tried beside the version that answers."""
+class CanaryPlan(NamedTuple):
+    """Canary of a candidate beside the current version."""
 
-    candidate: str
+    folder: str
     """Its folder."""
-    share: float
+    traffic_share: float
     """The part of the live texts that both answer."""
-    slower: float
-    """As `judge.Aim` has it."""
+    max_latency_ratio: float
+    """See `canary.CanaryPolicy`."""
     weight: float
     """Share of the requests that the candidate answers itself."""
     version: str = ""
-    """The one that the folder has to hold; empty for whichever it holds."""
+    """Required version in the folder; empty for any."""
 
 
-class Versions:
+class ModelSlot:
     """An ASGI application: each request goes to the version that answers when it comes."""
 
-    def __init__(self, make: Make):
-        self._make = make
-        self._one_at_a_time = asyncio.Lock()
-        self._wish = ("", "")
-        """The folder and the version that `become` was last asked for."""
-        self.current: Version | None = None
-        self.candidate: Version | None = None
-        self.trial: Trial | None = None
+    def __init__(self, build_version: BuildVersion):
+        self._build_version = build_version
+        self._lock = asyncio.Lock()
+        self._target = ("", "")
+        """The folder and the version that `switch_to` was last asked for."""
+        self.current: ModelVersion | None = None
+        self.candidate: ModelVersion | None = None
+        self.shadow_test: ShadowTest | None = None
         self.weight = 0.0
         """Share of the requests that the candidate answers."""
-        self._dropped = 0
+        self._num_drops = 0
         """How often somebody has given a candidate up."""
 
-    async def load(self, folder: str, name: str = "") -> str:
-        """Make the artefact the candidate, unless it answers already, and give its version's name. Raises what loading
-        it raises, and `UserError` where it is another version than the one of that `name`, if it has one; whatever
-        answers goes on."""
-        async with self._one_at_a_time:
-            if self.current is not None and self.current.is_of(folder, name):
+    async def load_candidate(self, folder: str, version_name: str = "") -> str:
+        """Load the artifact as the candidate, unless it is the current version; returns its version name. Raises the
+        errors of loading, and `UserError` if `version_name` is given and the folder holds another version; the current
+        version keeps serving."""
+        async with self._lock:
+            if self.current is not None and self.current.matches(folder, version_name):
                 return self.current.name
-            dropped = self._dropped
-            found = (await self._loaded(folder, name)).name
-            if self._dropped != dropped:  # by a rollout that waits no longer: the late one must not answer anybody
-                self._forget()
-                raise UserError(f"{folder} was given up while it was loaded", code="given_up")
-            return found
+            num_drops = self._num_drops
+            version_name_loaded = (await self._ensure_candidate(folder, version_name)).name
+            if self._num_drops != num_drops:  # by a rollout that waits no longer: the late one must not answer anybody
+                self._discard_candidate()
+                raise UserError(f"the load of {folder} was cancelled", code="cancelled")
+            return version_name_loaded
 
-    async def _loaded(self, folder: str, name: str) -> Version:
-        if self.candidate is None or not self.candidate.is_of(folder, name):
-            self._forget()
-            found = Version(folder, await self._make(Path(folder)))
-            if not found.is_of(folder, name):
-                found.service.close(wait=False)
-                fix = "serve it by --update, if it is meant, or put the other one back"
+    async def _ensure_candidate(self, folder: str, version_name: str) -> ModelVersion:
+        if self.candidate is None or not self.candidate.matches(folder, version_name):
+            self._discard_candidate()
+            version = ModelVersion(folder, await self._build_version(Path(folder)))
+            if not version.matches(folder, version_name):
+                version.service.close(wait=False)
+                fix = "use --update to serve it, or restore the other version"
                 raise UserError(
-                    f"{folder} holds the version {found.name} now, and not {name}, which is to answer; {fix}",
-                    code="other_version",
+                    f"{folder} holds version {version.name} instead of {version_name}; {fix}",
+                    code="version_mismatch",
                 )
-            self.candidate = found
+            self.candidate = version
         return self.candidate
 
-    def drop(self) -> None:
-        """Forget the candidate, also the one that is being loaded; what it has accepted it still answers."""
-        self._dropped += 1
-        self._forget()
+    def drop_candidate(self) -> None:
+        """Drop the candidate, also while it is loading; it still answers the requests that it has accepted."""
+        self._num_drops += 1
+        self._discard_candidate()
 
-    def _forget(self) -> None:
-        self._end_trial()
-        dropped, self.candidate = self.candidate, None
-        if dropped is not None and dropped.requests == 0:
-            dropped.service.close(wait=False)
+    def _discard_candidate(self) -> None:
+        self._end_shadow_test()
+        candidate, self.candidate = self.candidate, None
+        if candidate is not None and candidate.active_requests == 0:
+            candidate.service.close(wait=False)
 
-    async def follow(self, plan: Plan) -> None:
-        """Try what is planned. Raises what loading the candidate raises. Again is harmless: so a replica that was
-        started meanwhile catches up."""
-        await self.load(plan.candidate, plan.version)
-        if self.trial is None and self.current is not None and self.candidate is not None:
-            self.trial = Trial(self.current.service, self.candidate.service, plan.share, plan.slower)
+    async def start_canary(self, plan: CanaryPlan) -> None:
+        """Start or continue a canary. Raises the errors of loading. Idempotent, so a replica that started later catches
+        up."""
+        await self.load_candidate(plan.folder, plan.version)
+        if self.shadow_test is None and self.current is not None and self.candidate is not None:
+            self.shadow_test = ShadowTest(
+                self.current.service, self.candidate.service, plan.traffic_share, plan.max_latency_ratio
+            )
         self.weight = plan.weight
 
-    async def become(self, folder: str, name: str = "") -> None:
-        """Answer with that artefact: at once where it is the candidate, else as soon as it is loaded, unless another
-        one is wished by then. `name`: as `load` has it."""
-        wish = self._wish = (folder, name)
-        async with self._one_at_a_time:
-            if self._wish != wish or (self.current is not None and self.current.is_of(folder, name)):
+    async def switch_to(self, folder: str, version_name: str = "") -> None:
+        """Serve that artifact: at once if it is the candidate, else after loading, unless the target changes meanwhile.
+        `version_name`: see `load_candidate`."""
+        target = self._target = (folder, version_name)
+        async with self._lock:
+            if self._target != target or (self.current is not None and self.current.matches(folder, version_name)):
                 return
-            loaded = await self._loaded(folder, name)
-            if self._wish != wish:
-                self._forget()
+            version = await self._ensure_candidate(folder, version_name)
+            if self._target != target:
+                self._discard_candidate()
                 return
-            self._end_trial()
-            old, self.current, self.candidate = self.current, loaded, None
-            if old is not None and old.requests == 0:
-                old.service.close(wait=False)
+            self._end_shadow_test()
+            previous, self.current, self.candidate = self.current, version, None
+            if previous is not None and previous.active_requests == 0:
+                previous.service.close(wait=False)
 
     def status(self) -> dict[str, Any]:
-        """What a person wants to know of this replica."""
+        """Status of this replica, for a person."""
         current, candidate = self.current, self.candidate
         if current is None:
             return {"version": None}
-        trial = self.trial
-        tried = {"seen": trial.tally()._asdict(), "ratio": trial.ratio} if trial else {}
+        shadow_test = self.shadow_test
+        shadow_fields = (
+            {"stats": shadow_test.collect_stats()._asdict(), "ratio": shadow_test.ratio} if shadow_test else {}
+        )
         return {
             "version": current.name,
             "folder": current.folder,
             **current.service.status(),
-            "candidate": {"version": candidate.name, "weight": self.weight, **tried} if candidate else None,
+            "candidate": {"version": candidate.name, "weight": self.weight, **shadow_fields} if candidate else None,
         }
 
-    def _end_trial(self) -> None:
+    def _end_shadow_test(self) -> None:
         self.weight = 0.0
-        if self.trial is not None:
-            self.trial.close()
-            self.trial = None
+        if self.shadow_test is not None:
+            self.shadow_test.close()
+            self.shadow_test = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        version = self._taken(self._named(scope))
+        version = self._acquire(self._requested_version(scope))
         try:
             await version.app(scope, receive, send)
         finally:
-            self._left(version)
+            self._release(version)
 
     @contextmanager
-    def answering(self, version: str | None) -> Iterator[Service]:
-        """The service for one request over another protocol: that of the version that it names, where it is here;
-        with an empty name by weight; with None, of what is no question to the model, the one that answers. Raises
-        `RequestError` before the first artefact is loaded: its port is open a moment before that."""
+    def service_for(self, version: str | None) -> Iterator[ModelService]:
+        """Service for one request of another protocol. `version`: the requested version, if it is here; empty: by
+        weight; None for a request without inference: the current version. Raises `RequestError` before the first
+        artifact is loaded: the port opens a moment earlier."""
         if self.current is None:
             raise RequestError(503, "no model is loaded yet; try again in a moment", retry_after=1)
-        taken = self._taken(version)
+        acquired = self._acquire(version)
         try:
-            yield taken.service
+            yield acquired.service
         finally:
-            self._left(taken)
+            self._release(acquired)
 
-    def _named(self, scope: Scope) -> str | None:
+    def _requested_version(self, scope: Scope) -> str | None:
         """The version that a request names; empty where it leaves that open, None where it asks the model nothing."""
-        path = middleware.route(scope)
+        path = middleware.route_path(scope)
         if "/versions/" in path:
             return path.partition("/versions/")[2].partition("/")[0]
-        return "" if path.endswith(ASKING) and scope["type"] == "http" else None
+        return "" if path.endswith(INFERENCE_SUFFIXES) and scope["type"] == "http" else None
 
-    def _taken(self, name: str | None) -> Version:
-        """By which a request is answered, until it has `_left`."""
+    def _acquire(self, version_name: str | None) -> ModelVersion:
+        """Choose the version for a request and count it; `_release` must follow."""
         version = self.current
-        if version is None:  # the server listens a moment before the first artefact is loaded
-            raise RuntimeError("no artefact is loaded yet")
-        other = self.candidate
-        if self.weight and other is not None and (name == other.name or (name == "" and random.random() < self.weight)):
-            version = other
-        version.requests += 1
+        if version is None:  # the server listens a moment before the first artifact is loaded
+            raise RuntimeError("no artifact is loaded yet")
+        candidate = self.candidate
+        if (
+            self.weight
+            and candidate is not None
+            and (version_name == candidate.name or (version_name == "" and random.random() < self.weight))
+        ):
+            version = candidate
+        version.active_requests += 1
         return version
 
-    def _left(self, version: Version) -> None:
-        version.requests -= 1
-        if version.requests == 0 and version not in (self.current, self.candidate):
+    def _release(self, version: ModelVersion) -> None:
+        version.active_requests -= 1
+        if version.active_requests == 0 and version not in (self.current, self.candidate):
             version.service.close(wait=False)
 
     def close(self) -> None:
         """No request comes any more."""
-        self._forget()
+        self._discard_candidate()
         if self.current is not None:
             self.current.service.close()

@@ -1,5 +1,4 @@
-"""The application of Ray Serve that an endpoint is: which artefact it is to answer with for each model, and how all its
-replicas are asked at once."""
+"""Ray Serve application of an endpoint: the target artifact of each model, and broadcasts to all replicas."""
 
 import threading
 from collections.abc import Mapping
@@ -11,66 +10,66 @@ from ray.serve.schema import LoggingConfig
 
 import rtrain.inference.artifact
 from rtrain import ray_internals
-from rtrain.config import Serve
+from rtrain.config import ServeConfig
 from rtrain.inference.artifact import Artifact
 
-ASK_S = 30.0
+BROADCAST_TIMEOUT_S = 30.0
 """Seconds in which every replica answers a question that it answers at once."""
 
-VERSIONS = "versions"
-"""The name there of the version of each model: what a folder holds may have been replaced since."""
+VERSIONS_KEY = "versions"
+"""Key of `user_config` with the version of each model: the content of a folder may have been replaced since."""
 
 
-class Served(NamedTuple):
-    """An artefact as it was when it was decided on."""
+class ArtifactRef(NamedTuple):
+    """An artifact at the time of the decision."""
 
     folder: Path
-    made: Artifact
+    artifact: Artifact
 
 
-class Application:
+class RayApp:
     """Asked by several threads: each model changes by itself."""
 
     def __init__(
         self,
         deployment: ray.serve.Deployment,
         name: str,
-        settings: Serve,
+        settings: ServeConfig,
         artifacts: Mapping[str, Path],
         logging_config: LoggingConfig,
     ):
-        """`artifacts`: the first ones, by the models' names."""
+        """`targets`: the first ones, by the models' names."""
         # Ray draws a new code version at each `run`, and starts all replicas anew for it.
         self._deployment = ray_internals.with_version(deployment, "1")
-        self.name, self._settings, self._logging = name, settings, logging_config
-        self.decided = {
-            model: Served(folder, rtrain.inference.artifact.read(folder, verify=False))
+        self.name, self._settings, self._logging_config = name, settings, logging_config
+        self.targets = {
+            model: ArtifactRef(folder, rtrain.inference.artifact.read_artifact(folder, verify=False))
             for model, folder in artifacts.items()
         }
-        """The artefact of each model."""
-        self._one_at_a_time = threading.Lock()
+        """The artifact of each model."""
+        self._lock = threading.Lock()
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Returns when the replicas are up. Raises what Ray raises where one fails."""
-        self._run(self.decided)
+        self._deploy(self.targets)
 
-    def decide(self, model: str, artifact: Served) -> None:
-        """The replicas that there are, and each that is started later, are to answer with that artefact."""
-        with self._one_at_a_time:
-            # First: whatever becomes of it, Ray may have been told, and the next decision is about another model.
-            self.decided = {**self.decided, model: artifact}
-            self._run(self.decided)
+    def set_target(self, model: str, target: ArtifactRef) -> None:
+        """The replicas that there are, and each that is started later, are to answer with that artifact."""
+        with self._lock:
+            # First: Ray may already know it even if this fails, and the next decision is about another model.
+            self.targets = {**self.targets, model: target}
+            self._deploy(self.targets)
 
-    def told(self, method: str, *given: Any, timeout_s: float = ASK_S) -> list[Any]:
-        """What each replica answers; what it raises, a `ray.exceptions.RayError` where it has ended."""
+    def broadcast(self, method: str, *args: Any, timeout_s: float = BROADCAST_TIMEOUT_S) -> list[Any]:
+        """Replies of all replicas; exceptions are returned, a `ray.exceptions.RayError` for an ended replica."""
         handle: Any = ray.serve.get_app_handle(self.name)
-        found: list[Any] = handle.broadcast(method, *given).results(timeout_s=timeout_s, return_exceptions=True)
-        return found
+        replies: list[Any] = handle.broadcast(method, *args).results(timeout_s=timeout_s, return_exceptions=True)
+        return replies
 
-    def _run(self, artifacts: Mapping[str, Served]) -> None:
-        wish = {
-            "models": {name: str(one.folder) for name, one in artifacts.items()},
-            VERSIONS: {name: one.made.version for name, one in artifacts.items()},
+    def _deploy(self, targets: Mapping[str, ArtifactRef]) -> None:
+        user_config = {
+            "models": {name: str(target.folder) for name, target in targets.items()},
+            VERSIONS_KEY: {name: target.artifact.version for name, target in targets.items()},
         }
-        decided = self._deployment.options(user_config=wish).bind(self._settings, list(artifacts))
-        ray.serve.run(decided, name=self.name, route_prefix="/", logging_config=self._logging)
+        app = self._deployment.options(user_config=user_config).bind(self._settings, list(targets))
+        ray.serve.run(app, name=self.name, route_prefix="/", logging_config=self._logging_config)

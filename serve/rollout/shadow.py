@@ -1,5 +1,5 @@
-"""A candidate beside the version that answers, in one replica: both answer a share of the live texts, one engine call
-after the other, whenever the engine has nothing else to do. No client waits for it, and no text is kept or told."""
+"""Shadow test of a candidate in one replica: candidate and baseline both answer a sample of the live texts, one engine
+call after the other, while the engine is idle. No client waits for it, and no text is kept."""
 
 import asyncio
 import functools
@@ -13,58 +13,58 @@ from typing import TYPE_CHECKING, Any
 
 from rtrain.core.ragged import Head
 from rtrain.tasks.base import Input, Task
-from serve.rollout.canary import Tally
+from serve.rollout.canary import CanaryStats
 
 if TYPE_CHECKING:
-    from serve.model import Service
+    from serve.model import ModelService
 
 logger = logging.getLogger(__name__)
 
-MOST_WAITING = 64
+MAX_QUEUED_TEXTS = 64
 """Texts that wait for an idle engine; beyond them the oldest goes."""
-IDLE_S = 0.005
+IDLE_POLL_S = 0.005
 """Seconds between two looks at a busy engine."""
-KEPT = 500
-"""Ratios of seconds, of which the median is told."""
-NEAR = 0.1
+MAX_RATIOS = 500
+"""Maximum number of latency ratios; their median is reported."""
+NUMBER_TOLERANCE = 0.1
 """Two numbers are the same within this share of the training scores' standard deviation."""
 
 
-class Trial:
+class ShadowTest:
     """Belongs to one event loop."""
 
     def __init__(
         self,
-        current: "Service",
-        candidate: "Service",
-        share: float,
-        slower: float,
+        baseline: "ModelService",
+        candidate: "ModelService",
+        traffic_share: float,
+        max_latency_ratio: float,
         draw: Callable[[], float] = random.random,
     ):
-        self._current, self._candidate = current, candidate
-        self._share, self._slower, self._draw = share, slower, draw
-        self._texts: deque[Input] = deque(maxlen=MOST_WAITING)
-        self._offered = asyncio.Event()
-        self._seen = Tally()
-        self._before = (current.requests, current.errors)
-        self._ratios: deque[float] = deque(maxlen=KEPT)
-        current.mirror = self.offer
+        self._baseline, self._candidate = baseline, candidate
+        self._traffic_share, self._max_latency_ratio, self._draw = traffic_share, max_latency_ratio, draw
+        self._queue: deque[Input] = deque(maxlen=MAX_QUEUED_TEXTS)
+        self._texts_available = asyncio.Event()
+        self._stats = CanaryStats()
+        self._baseline_start = (baseline.requests, baseline.errors)
+        self._ratios: deque[float] = deque(maxlen=MAX_RATIOS)
+        baseline.mirror_texts = self.submit
         self._task = asyncio.get_running_loop().create_task(self._run())
 
-    def offer(self, texts: Sequence[Input]) -> None:
+    def submit(self, texts: Sequence[Input]) -> None:
         """Texts that the other version has answered."""
-        taken = [text for text in texts if self._draw() < self._share]
-        if taken:
-            self._texts.extend(taken)
-            self._offered.set()
+        sampled_texts = [text for text in texts if self._draw() < self._traffic_share]
+        if sampled_texts:
+            self._queue.extend(sampled_texts)
+            self._texts_available.set()
 
-    def tally(self) -> Tally:
-        requests, errors = self._before
-        return self._seen._replace(
+    def collect_stats(self) -> CanaryStats:
+        requests, errors = self._baseline_start
+        return self._stats._replace(
             requests=self._candidate.requests,
             errors=self._candidate.errors,
-            old_requests=self._current.requests - requests,
-            old_errors=self._current.errors - errors,
+            baseline_requests=self._baseline.requests - requests,
+            baseline_errors=self._baseline.errors - errors,
         )
 
     @property
@@ -73,76 +73,78 @@ class Trial:
         return statistics.median(self._ratios) if self._ratios else None
 
     def close(self) -> None:
-        self._current.mirror = None
+        self._baseline.mirror_texts = None
         self._task.cancel()
 
     async def _run(self) -> None:
         while True:
-            await self._offered.wait()
-            while self._texts:
-                await self._try(self._texts.popleft())
-            self._offered.clear()
+            await self._texts_available.wait()
+            while self._queue:
+                await self._compare(self._queue.popleft())
+            self._texts_available.clear()
 
-    async def _try(self, text: Input) -> None:
-        # Each goes first in turn: what the first one of two leaves in the caches helps the second.
-        sides = [self._current, self._candidate]
-        found: dict[Service, tuple[float, Any]] = {}
+    async def _compare(self, text: Input) -> None:
+        # They take turns to go first: the first one warms the caches for the second.
+        services = [self._baseline, self._candidate]
+        timed_answers: dict[ModelService, tuple[float, Any]] = {}
         try:
-            for side in sides if (self._seen.rows % 2) else reversed(sides):
-                found[side] = await self._asked(side, text)
-            side = self._candidate  # it fails, too, where its answer cannot be compared
-            self._count(found[self._current], found[self._candidate])
+            for service in services if (self._stats.rows % 2) else reversed(services):
+                timed_answers[service] = await self._answer_when_idle(service, text)
+            service = self._candidate  # it fails, too, where its answer cannot be compared
+            self._record_comparison(timed_answers[self._baseline], timed_answers[self._candidate])
         except Exception:
-            if side is self._candidate:
+            if service is self._candidate:
                 logger.exception("the candidate failed on a text")
-                self._seen = self._seen._replace(failed=self._seen.failed + 1)
-                self._current.telemetry.shadow.labels("failed").inc()
+                self._stats = self._stats._replace(failed_rows=self._stats.failed_rows + 1)
+                self._baseline.telemetry.shadow_texts.labels("failed").inc()
 
-    async def _asked(self, side: "Service", text: Input) -> tuple[float, Any]:
+    async def _answer_when_idle(self, service: "ModelService", text: Input) -> tuple[float, Any]:
         """On the side's own thread, which answers its requests too: an engine is not for two threads at a time. While
         neither works, since they share the processors."""
-        while self._current.batcher.busy or self._candidate.batcher.busy:
-            await asyncio.sleep(IDLE_S)
-        return await side.batcher.aside(functools.partial(_answer, side, text))
+        while self._baseline.batcher.is_busy or self._candidate.batcher.is_busy:
+            await asyncio.sleep(IDLE_POLL_S)
+        return await service.batcher.run_when_idle(functools.partial(_time_answer, service, text))
 
-    def _count(self, old: tuple[float, Any], new: tuple[float, Any]) -> None:
+    def _record_comparison(self, baseline: tuple[float, Any], candidate: tuple[float, Any]) -> None:
         """Seconds and answer of both versions."""
-        (old_s, old_answer), (new_s, new_answer) = old, new
-        predictor, candidate = self._current.predictor, self._candidate.predictor
-        agreed = same(predictor.task, predictor.head, old_answer, candidate.head, new_answer)
-        self._current.telemetry.shadow.labels("same" if agreed else "other").inc()
-        self._ratios.append(new_s / old_s)
-        self._seen = self._seen._replace(
-            rows=self._seen.rows + 1,
-            agreed=self._seen.agreed + agreed,
-            slower=self._seen.slower + (new_s > self._slower * old_s),
+        (baseline_s, baseline_answer), (candidate_s, candidate_answer) = baseline, candidate
+        predictor, candidate_predictor = self._baseline.predictor, self._candidate.predictor
+        is_same = same_prediction(
+            predictor.task, predictor.head, baseline_answer, candidate_predictor.head, candidate_answer
+        )
+        self._baseline.telemetry.shadow_texts.labels("same" if is_same else "different").inc()
+        self._ratios.append(candidate_s / baseline_s)
+        self._stats = self._stats._replace(
+            rows=self._stats.rows + 1,
+            same_answers=self._stats.same_answers + is_same,
+            slower_rows=self._stats.slower_rows + (candidate_s > self._max_latency_ratio * baseline_s),
         )
 
 
-def _answer(service: "Service", text: Input) -> tuple[float, Any]:
+def _time_answer(service: "ModelService", text: Input) -> tuple[float, Any]:
     """Seconds of the tokens and the engine, and the answer; on the engine's thread."""
-    predictor, began = service.predictor, time.perf_counter()
+    predictor, started_at = service.predictor, time.perf_counter()
     encoded = predictor.encode([text])
-    outputs = service.run(encoded)
-    seconds = time.perf_counter() - began
+    outputs = service.run_engine(encoded)
+    seconds = time.perf_counter() - started_at
     return seconds, predictor.decode(outputs, [text], encoded, {})[0]
 
 
-def same(task: Task, head: Head, first: Any, other: Head, second: Any) -> bool:
-    """Whether two versions of a model give a text the same answer: what a client would act on, not how sure it is.
-    `first`, `second`: answers to one text, by `Predictor.decode`; `head`, `other`: those of the versions that gave
-    them. Of several labels each version has given those from its own thresholds on."""
+def same_prediction(task: Task, head: Head, first: Any, other_head: Head, second: Any) -> bool:
+    """Whether two versions give a text the same prediction, scores aside. `first`, `second`: answers of
+    `Predictor.decode`; `head`, `other_head`: heads of their versions. In multi-label answers each version applies its
+    own thresholds."""
     if task.output == "number":
-        return bool(abs(first - second) <= NEAR * head.facts.get("std", 1.0))
-    return bool(_essence(task, head, first) == _essence(task, other, second))
+        return bool(abs(first - second) <= NUMBER_TOLERANCE * head.facts.get("std", 1.0))
+    return bool(_decision(task, head, first) == _decision(task, other_head, second))
 
 
-def _essence(task: Task, head: Head, answer: Any) -> Any:
+def _decision(task: Task, head: Head, answer: Any) -> Any:
     output = task.output
     if output == "classes":
         return answer[0]["label"]
     if output == "labels":
-        thresholds = task.thresholds(head) or {}
+        thresholds = task.label_thresholds(head) or {}
         return {entry["label"] for entry in answer if entry["score"] >= thresholds.get(entry["label"], 0.0)}
     if output == "heads":
         return {head: entries[0]["label"] for head, entries in answer.items()}

@@ -1,14 +1,4 @@
-"""What goes over the wire: requests, replies and the one error form. Shared by the parser and the OpenAPI document.
-
-Requests are parsed straight from the body's bytes: pydantic's own JSON reader bounds the nesting and refuses text that
-is not UTF-8, lone surrogates included, so nothing hostile reaches Python objects. The texts become tokens in
-`rtrain.inference.predictor.Predictor.encode`, by the task's `encode`.
-
-Replies are described here and built as plain dicts: validating our own answers would cost more than a small model does.
-The answers of /predict are built by `decode` of the model's task (`rtrain.tasks`), explanations beside them by
-`serve.explanations`, the messages of /v2 by `serve.schemas.open_inference`, errors by `serve.app_base`, and all else
-where its route is.
-"""
+"""Wire format: requests, replies and the error form. Shared by the parser and the OpenAPI document."""
 
 import re
 from typing import Annotated, Any, NamedTuple, TypeVar
@@ -21,24 +11,24 @@ from rtrain.tasks.base import Input
 MAX_FIELD_CHARACTERS = 100
 MAX_DEPTH = 32
 """How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
-DEFAULT_LABELS = 100
+DEFAULT_MAX_LABELS = 100
 """Most labels that are answered to a text by default. 256 texts with 1,800 labels each were a reply of 23.6 MB."""
-# The end of the document ends a string that has no other: what is inside it must not count. Possessive, so that a
-# hostile string is read once.
+# An unterminated string ends with the document: its content must not count. Possessive, so a hostile string is scanned
+# once.
 _STRING = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+_NON_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _PROTOCOL_PATH = re.compile(r"(/models/[^/]+)?/v2(/|$)")
 """Paths of the Open Inference Protocol: of an address, and of one model."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
 
 
 ERROR_TYPES = {
-    400: "malformed",
+    400: "bad_request",
     401: "unauthorized",
     403: "forbidden",
     404: "not_found",
     405: "method_not_allowed",
-    408: "too_slow",
+    408: "request_timeout",
     413: "too_large",
     415: "unsupported",
     421: "misdirected",
@@ -47,7 +37,7 @@ ERROR_TYPES = {
     431: "too_large",
     500: "internal",
     503: "overloaded",
-    504: "expired",
+    504: "deadline_exceeded",
 }
 
 
@@ -61,53 +51,53 @@ class RequestError(Exception):
         self.headers = {} if retry_after is None else {"retry-after": str(retry_after)}
 
     @property
-    def line(self) -> str:
+    def single_line(self) -> str:
         return f"{self.field}: {self.message}" if self.field else self.message
 
-    def document(self, path: str) -> dict[str, Any]:
+    def to_document(self, path: str) -> dict[str, Any]:
         """The JSON that answers a request of this path."""
         if _PROTOCOL_PATH.match(path):
-            return {"error": self.line}
+            return {"error": self.single_line}
         return {"error": {"type": ERROR_TYPES[self.status], "message": self.message, "field": self.field}}
 
 
-class Closed(BaseModel):
+class StrictModel(BaseModel):
     """A misspelt name is refused, not ignored; "3" is not 3."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-class TextPair(Closed):
+class TextPair(StrictModel):
     text: str
     text_pair: str | None = None
 
 
-class QuestionContext(Closed):
+class QuestionContext(StrictModel):
     question: str
     context: str
 
 
-class Parameters(Closed):
+class PredictParameters(StrictModel):
     top_k: Annotated[int, Field(ge=1)] | None = None
     """Most labels per text, best first; by default all, and 100 of more."""
     max_words: Annotated[int, Field(ge=1)] | None = None
-    """Most words of a summary; by default the mean length of those that the model was trained with."""
+    """Maximum words of a summary; default: the mean length in the training rows."""
     abstain: bool = False
     """Answer with the label "none", before all others, where the model is less sure than the threshold that was chosen
     on its validation rows."""
     explain: bool = False
-    """Say which words each answer rests on, by integrated gradients; float artefacts only."""
+    """Say which words each answer rests on, by integrated gradients; float artifacts only."""
     label: str | None = None
     """With `explain`: the label to explain, instead of the answer's own."""
 
     @pydantic.model_validator(mode="after")
-    def _label_explains(self) -> "Parameters":
+    def _check_label(self) -> "PredictParameters":
         if self.label is not None and not self.explain:
             raise ValueError("label says what to explain; send explain: true with it")
         return self
 
 
-def _kind(value: object) -> str | None:
+def _input_tag(value: object) -> str | None:
     if isinstance(value, str):
         return "<text>"
     if isinstance(value, list):
@@ -117,45 +107,45 @@ def _kind(value: object) -> str | None:
     return "<pair>" if isinstance(value, dict | TextPair) else None
 
 
-# Tagged by what arrived, so that an error names one place and one reason instead of every form that did not match.
-_One = Annotated[
+# Tagged by JSON type, so an error names one place and one reason instead of every form that did not match.
+_SingleInput = Annotated[
     Annotated[str, Tag("<text>")] | Annotated[TextPair, Tag("<pair>")] | Annotated[QuestionContext, Tag("<question>")],
-    Discriminator(_kind, custom_error_type="not_a_text", custom_error_message="Input should be a text"),
+    Discriminator(_input_tag, custom_error_type="not_a_text", custom_error_message="Input should be a text"),
 ]
-_SEVERAL = "Input should be a text or a list of texts"
-_Inputs = Annotated[
+_INPUTS_MESSAGE = "Input should be a text or a list of texts"
+_PredictInputs = Annotated[
     Annotated[str, Tag("<text>")]
     | Annotated[TextPair, Tag("<pair>")]
     | Annotated[QuestionContext, Tag("<question>")]
-    | Annotated[list[_One], Field(min_length=1), Tag("<list>")],
-    Discriminator(_kind, custom_error_type="not_texts", custom_error_message=_SEVERAL),
+    | Annotated[list[_SingleInput], Field(min_length=1), Tag("<list>")],
+    Discriminator(_input_tag, custom_error_type="not_texts", custom_error_message=_INPUTS_MESSAGE),
 ]
 
 
-class PredictRequest(Closed):
-    inputs: _Inputs
+class PredictRequest(StrictModel):
+    inputs: _PredictInputs
     """One text, or several."""
-    parameters: Parameters | None = None
+    parameters: PredictParameters | None = None
 
     def texts(self) -> list[Input]:
         values = self.inputs if isinstance(self.inputs, list) else [self.inputs]
-        return [value if isinstance(value, str) else _pair(value) for value in values]
+        return [value if isinstance(value, str) else _to_pair(value) for value in values]
 
 
-def _pair(value: TextPair | QuestionContext) -> Input:
+def _to_pair(value: TextPair | QuestionContext) -> Input:
     if isinstance(value, QuestionContext):
         return {"question": value.question, "context": value.context}
     return {"text": value.text} if value.text_pair is None else {"text": value.text, "text_pair": value.text_pair}
 
 
-class LabelScore(Closed):
+class LabelScore(StrictModel):
     label: str
     score: Annotated[float, Field(ge=0, le=1)]
     abstained: bool = False
     """True for the label "none" that `abstain` has put before all others; missing otherwise."""
 
 
-class Entity(Closed):
+class TaggedEntity(StrictModel):
     entity_group: str
     score: Annotated[float, Field(ge=0, le=1)]
     word: str
@@ -164,7 +154,7 @@ class Entity(Closed):
     end: int
 
 
-class SpanAnswer(Closed):
+class SpanAnswer(StrictModel):
     answer: str
     """Empty where the context holds none."""
     score: Annotated[float, Field(ge=0, le=1)]
@@ -172,7 +162,7 @@ class SpanAnswer(Closed):
     end: int
 
 
-class SummarySentence(Closed):
+class SummarySentence(StrictModel):
     text: str
     score: Annotated[float, Field(ge=0, le=1)]
     start: int
@@ -180,14 +170,14 @@ class SummarySentence(Closed):
     end: int
 
 
-class Summary(Closed):
+class Summary(StrictModel):
     summary_text: str
     """The sentences, joined by blanks."""
     sentences: list[SummarySentence]
     """In the document's order."""
 
 
-class TokenScore(Closed):
+class TokenScore(StrictModel):
     score: Annotated[float, Field(ge=0, le=1)]
     token: int
     """The token's number in the model's vocabulary."""
@@ -200,8 +190,8 @@ class TokenScore(Closed):
 class PredictReply(
     pydantic.RootModel[
         list[list[LabelScore]]
-        | list[list[Entity]]
-        | list[Entity]
+        | list[list[TaggedEntity]]
+        | list[TaggedEntity]
         | list[float]
         | list[dict[str, list[LabelScore]]]
         | list[SpanAnswer]
@@ -212,32 +202,32 @@ class PredictReply(
         | list[TokenScore]
     ]
 ):
-    """For each text in order, what the model is for: its labels, best first; entities; a number; labels by head; the
-    answer to a question; a summary; the likeliest tokens of each mask. A single text too is answered by a list of one;
-    but a single question by its answer, a single text whose words are tagged by the list of its entities, and one with
-    masks by the tokens of its mask, or of each of its masks."""
+    """Answers in the order of the texts: labels, best first; entities; a number; labels by head; the answer to a
+    question; a summary; or the likeliest tokens of each mask. A single text is answered by a list of one, with three
+    exceptions: a question by its answer, a tagged text by its entities, and a text with masks by the tokens of its
+    mask, or of each mask."""
 
 
-class _Part(Closed):
+class _AttributedPart(StrictModel):
     field: str
     """Which of the input's texts, e.g. `text`."""
     start: int
     end: int
     """Characters of that text, `end` not included."""
     attribution: float
-    """What it adds to the value."""
+    """Attribution of the word."""
 
 
-class WordAttribution(_Part):
+class WordAttribution(_AttributedPart):
     word: str
 
 
-class SentenceAttribution(_Part):
+class SentenceAttribution(_AttributedPart):
     sentence: str
 
 
-class ExplainedValue(Closed):
-    """A value of the model and what each word adds to it: value = baseline + sum of the words' attributions."""
+class ExplainedValue(StrictModel):
+    """A value of the model and the attribution of each word: value = baseline + sum of attributions."""
 
     label: str
     start: int | None = None
@@ -255,79 +245,79 @@ class ExplainedValue(Closed):
     sentences: list[SentenceAttribution]
 
 
-class Explanation(Closed):
+class AnswerExplanation(StrictModel):
     truncated: bool
-    """The text goes on behind the last word here; the model did not read it."""
+    """The text continues after the last word; the model did not read the rest."""
     answers: list[ExplainedValue]
     """The answer's label, or each of several; none where no entity was found."""
 
 
-class ExplainedAnswer(Closed):
+class ExplainedAnswer(StrictModel):
     answer: Any
     """As in `PredictReply`."""
-    explanation: Explanation
+    explanation: AnswerExplanation
 
 
 class ExplainedReply(pydantic.RootModel[list[ExplainedAnswer]]):
-    """With `parameters.explain`: for each text in order its answer and what it rests on."""
+    """With `parameters.explain`: answer and explanation of each text, in order."""
 
 
-class ErrorDetail(Closed):
+class ErrorDetail(StrictModel):
     type: Annotated[str, Field(json_schema_extra={"enum": list(dict.fromkeys(ERROR_TYPES.values()))})]
     message: str
     field: str | None
     """Where in the request, e.g. `inputs.3.text`."""
 
 
-class ErrorReply(Closed):
+class ErrorReply(StrictModel):
     error: ErrorDetail
 
 
 # ---------------------------------------------------------------------------------------------------------- parsing
 
 
-class Shape(NamedTuple):
+class JsonSize(NamedTuple):
     depth: int
     """Lists and objects within each other; none in a document that is a text or a number."""
-    values: int
+    num_values: int
     """Commas and opening brackets, and one: as many values, a few more where lists are empty."""
 
 
-def shape(body: bytes, most_values: int) -> Shape:
-    """The shape of `body`. Nothing is counted further in one that has more than `most_values`, and its depth is 0: what
-    this costs is bounded by the length and by `most_values`."""
+def measure_json(body: bytes, max_values: int) -> JsonSize:
+    """Number of values and nesting depth of `body`. Above `max_values` counting stops, and the depth is 0, so the cost
+    is bounded by the length and by `max_values`."""
     # A value has a name at most, so that it is two texts.
-    bare, texts = _STRING.subn(b"", body, 2 * most_values + 1)
-    if texts > 2 * most_values:
-        return Shape(0, texts)
-    brackets = bare.translate(None, _NOT_BRACKETS)
-    values = 1 + bare.count(b",") + brackets.count(b"[") + brackets.count(b"{")
-    if max(values, len(brackets) // 2) > most_values:
-        return Shape(0, max(values, len(brackets) // 2))
-    depth = deepest = 0
+    without_strings, num_strings = _STRING.subn(b"", body, 2 * max_values + 1)
+    if num_strings > 2 * max_values:
+        return JsonSize(0, num_strings)
+    brackets = without_strings.translate(None, _NON_BRACKETS)
+    num_values = 1 + without_strings.count(b",") + brackets.count(b"[") + brackets.count(b"{")
+    if max(num_values, len(brackets) // 2) > max_values:
+        return JsonSize(0, max(num_values, len(brackets) // 2))
+    depth = max_depth = 0
     for bracket in brackets:
         depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    return Shape(deepest, values)
+        max_depth = max(max_depth, depth)
+    return JsonSize(max_depth, num_values)
 
 
-Request = TypeVar("Request", bound=BaseModel)
+RequestModel = TypeVar("RequestModel", bound=BaseModel)
 
 
-def most_values(texts: int) -> int:
-    """Most values of a document with so many texts: a few for each, and for what is said of the request."""
-    return 8 * texts + 64
+def max_num_values(max_texts: int) -> int:
+    """Maximum number of JSON values in a request of so many texts: a few per text, and a few for the request."""
+    return 8 * max_texts + 64
 
 
-def parse(model: type[Request], body: bytes, most_texts: int = 256) -> Request:
+def parse_request(model: type[RequestModel], body: bytes, max_texts: int = 256) -> RequestModel:
     """The request in `body`, or the `RequestError` to answer: 400 where it is no JSON, 413 where it has more values
-    than `most_texts` can need, 422 where it is another's."""
-    found = shape(body, most_values(most_texts))
-    if found.values > most_values(most_texts):
+    than `max_texts` can need, 422 where it is another's."""
+    json_size = measure_json(body, max_num_values(max_texts))
+    if json_size.num_values > max_num_values(max_texts):
         raise RequestError(
-            413, f"the body has more than {most_values(most_texts)} values; send at most {most_texts} texts"
+            413, f"the body has more than {max_num_values(max_texts)} values; send at most {max_texts} texts"
         )
-    if found.depth > MAX_DEPTH:
+    if json_size.depth > MAX_DEPTH:
         raise RequestError(400, f"the body is nested deeper than {MAX_DEPTH}")
     try:
         return model.model_validate_json(body)
@@ -339,5 +329,5 @@ def parse(model: type[Request], body: bytes, most_texts: int = 256) -> Request:
             reason = "UTF-16 or a byte order mark; send plain UTF-8"
         raise RequestError(400, f"the body is not JSON: {reason.removeprefix('Invalid JSON: ')}")
     # Tags and union members are pydantic's names for a place, not the client's.
-    place = ".".join(part for part in map(str, first["loc"]) if not part.startswith(("<", "list[")))
-    raise RequestError(422, reason, place[:MAX_FIELD_CHARACTERS] or None)
+    field = ".".join(part for part in map(str, first["loc"]) if not part.startswith(("<", "list[")))
+    raise RequestError(422, reason, field[:MAX_FIELD_CHARACTERS] or None)

@@ -106,12 +106,12 @@ def hook(worker: Any) -> None:
 
     from rtrain.trainer import step
 
-    loop: Any = worker.loop
-    update, evaluate, save = step.run_update, loop.evaluate, safetensors.torch.save_file
+    loop: Any = worker.trainer
+    update, evaluate, save = step.run_step, loop.evaluate, safetensors.torch.save_file
     score = worker._TrainReporter.score
 
     def run_update(exchange: Any, *rest: Any, **options: Any) -> Any:
-        action = take(*NOW, "exchange", "nan", rank=exchange.rank)
+        action = take(*NOW, "exchange", "nan", rank=exchange.replica_rank)
         if action in NOW:
             NOW[action]()
         elif action:
@@ -123,7 +123,7 @@ def hook(worker: Any) -> None:
         return update(exchange, *rest, **options)
 
     def hanging_evaluate(exchange: Any, *rest: Any, **options: Any) -> Any:
-        if take("evaluation", rank=exchange.rank):
+        if take("evaluation", rank=exchange.replica_rank):
             hang()
         return evaluate(exchange, *rest, **options)
 
@@ -141,13 +141,14 @@ def hook(worker: Any) -> None:
             hang()
         return write(*rest, **options)
 
-    step.run_update, loop.evaluate = run_update, hanging_evaluate
-    write = worker.artifact.write
-    worker.artifact.write = slowed("artefact", hanging_write)
-    worker.predictions.write = slowed("predictions", worker.predictions.write)
-    worker.predictions.measured = slowed("scores", worker.predictions.measured)
-    worker.model.build = slowed("model", worker.model.build)
-    loop.checkpoint.load = slowed("checkpoint", loop.checkpoint.load)
+    module: Any = step
+    module.run_step, loop.evaluate = run_update, hanging_evaluate
+    write = worker.artifact.write_artifact
+    worker.artifact.write_artifact = slowed("artefact", hanging_write)
+    worker.predictions.write_predictions = slowed("predictions", worker.predictions.write_predictions)
+    worker.predictions.measure_scores = slowed("scores", worker.predictions.measure_scores)
+    worker.builder.build_network = slowed("model", worker.builder.build_network)
+    loop.checkpoint_format.load_checkpoint = slowed("checkpoint", loop.checkpoint_format.load_checkpoint)
     hook_evaluate(worker.evaluate)
     safetensors.torch.save_file = failing_save
     worker._TrainReporter.score = skipping_score
@@ -157,7 +158,7 @@ def hook_evaluate(evaluate: Any) -> None:
     """The scores of a split, on every worker; and the passes of all workers but the first."""
     import torch.distributed as dist
 
-    metric_for, forward = evaluate.metric_for, evaluate.forward
+    metric_for, forward = evaluate.get_metric, evaluate.forward
 
     def slow_metric(output: Any) -> Any:
         delay("metric")
@@ -168,8 +169,8 @@ def hook_evaluate(evaluate: Any) -> None:
             delay(f"pass {sum(phase.startswith('pass') for phase in SLOWED) % 3}", share=0.5)
         return forward(*rest, **options)
 
-    evaluate.metric_for, evaluate.forward = slow_metric, slow_forward
-    evaluate.ROWS_PER_PASS = 8
+    evaluate.get_metric, evaluate.forward = slow_metric, slow_forward
+    evaluate.MAX_ROWS_PER_MICRO_BATCH = 8
 
 
 def hook_replica(replica: Any) -> None:
@@ -194,14 +195,14 @@ def hook_replica(replica: Any) -> None:
 
 
 def hook_ingest(ingest: Any) -> None:
-    plan = ingest.plan_update
+    plan = ingest.plan_worker_batch
 
     def dying_plan(*rest: Any, **options: Any) -> Any:
         if take("data task"):
             os._exit(1)
         return plan(*rest, **options)
 
-    ingest.plan_update = dying_plan
+    ingest.plan_worker_batch = dying_plan
 
 
 HOOKS = {HOOKED: hook, "rtrain.data.stream": hook_ingest, "rtrain.checkpoint.remote_copy": hook_replica}

@@ -19,97 +19,101 @@ from tune import sampler, space
 from tune.history import History, Trial
 from tune.points import Dimension, is_number
 
-NAME = "optuna.journal"
-DIRECTIONS = {"score": ("maximize",), "time": ("minimize",), "front": ("maximize", "minimize")}
-"""What is wanted of each value of a finished trial, by `tune.objective`: its score, its seconds to the target, or its
-score and its cost."""
+FILE_NAME = "optuna.journal"
+DIRECTIONS = {"score": ("maximize",), "time_to_target": ("minimize",), "pareto": ("maximize", "minimize")}
+"""Directions of a trial's values by `tune.objective`: its score, its seconds to the target, or its score and cost."""
 
 
-def export(folder: Path, config: Config, history: History) -> Path:
-    """Write the search's trials into its folder; returns the file. Raises `ConfigError` where Optuna is missing.
+def export_study(folder: Path, config: Config, history: History) -> Path:
+    """Write the search's trials to `optuna.journal` and return its path. Raises `ConfigError` if Optuna is missing.
 
     Each trial has its searched settings as parameters, its score at each rung as an intermediate value (the step is the
-    rows trained on), and the rest as attributes. One that failed or diverged is FAIL, a frozen one PRUNED, and so is a
-    finished one that did not reach the target that was asked for.
+    number of trained rows), and the rest as attributes. Failed and diverged trials are FAIL; frozen trials, and
+    finished trials below the target, are PRUNED.
     """
-    optuna = sampler.optuna()
-    dimensions = space.dimensions(config)
-    settings = [_settings(config, dimensions, trial) for trial in history.trials]
-    distributions = {one.name: _distribution(optuna, one, [each[one.name] for each in settings]) for one in dimensions}
-    draft = folder / f".{NAME}.{uuid.uuid4().hex[:8]}"
+    optuna = sampler.import_optuna()
+    dimensions = space.build_dimensions(config)
+    settings = [_searched_settings(config, dimensions, trial) for trial in history.trials]
+    distributions = {
+        dimension.name: _make_distribution(optuna, dimension, [setting[dimension.name] for setting in settings])
+        for dimension in dimensions
+    }
+    draft = folder / f".{FILE_NAME}.{uuid.uuid4().hex[:8]}"
     draft.mkdir()
     try:
-        with sampler.quiet(optuna):
-            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(draft / NAME)))
+        with sampler.quiet_logging(optuna):
+            storage = optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(draft / FILE_NAME)))
             directions = DIRECTIONS[config.deploy.tune.objective]
             study = optuna.create_study(storage=storage, study_name=folder.name, directions=directions)
             for trial, values in zip(history.trials, settings, strict=True):
-                params = {name: value for name, value in values.items() if _holds(distributions[name], value)}
-                state, reached = _state(config, trial)
+                params = {name: value for name, value in values.items() if _contains(distributions[name], value)}
+                state_name, trial_values = _trial_state(config, trial)
                 study.add_trial(
                     optuna.trial.create_trial(
-                        state=optuna.trial.TrialState[state],
-                        values=reached,
+                        state=optuna.trial.TrialState[state_name],
+                        values=trial_values,
                         params=params,
                         distributions={name: distributions[name] for name in params},
-                        intermediate_values={rung.rows: rung.score for rung in trial.reached},
-                        user_attrs=_attributes(trial),
+                        intermediate_values={rung.rows: rung.score for rung in trial.rung_results},
+                        user_attrs=_user_attributes(trial),
                     )
                 )
-        (draft / NAME).replace(folder / NAME)  # a reader never sees half a study
+        (draft / FILE_NAME).replace(folder / FILE_NAME)  # atomic
     finally:
         shutil.rmtree(draft)
-    return folder / NAME
+    return folder / FILE_NAME
 
 
-def _settings(config: Config, dimensions: Sequence[Dimension], trial: Trial) -> Mapping[str, Any]:
-    """The searched settings of a trial: the point of the space at which it stands, or what it has outside of it."""
-    flat = configuration.flat(configuration.with_overrides(config, trial.settings))
-    point = space.coordinates(config, dimensions, trial.settings)
-    return point or {one.name: flat[one.name] for one in dimensions}
+def _searched_settings(config: Config, dimensions: Sequence[Dimension], trial: Trial) -> Mapping[str, Any]:
+    """Return the searched settings of a trial, inside or outside of the space."""
+    flat = configuration.flatten_config(configuration.with_overrides(config, trial.settings))
+    point = space.locate_point(config, dimensions, trial.settings)
+    return point or {dimension.name: flat[dimension.name] for dimension in dimensions}
 
 
-def _distribution(optuna: Any, dimension: Dimension, values: Sequence[Any]) -> Any:
-    """What a setting may be, and what it is in trials outside of the space."""
+def _make_distribution(optuna: Any, dimension: Dimension, values: Sequence[Any]) -> Any:
+    """Return a distribution of the setting's space, extended by values outside of it."""
     if dimension.choices:
-        others = [value for value in dict.fromkeys(values) if dimension.index(value) is None]
-        return optuna.distributions.CategoricalDistribution((*dimension.choices, *others))
+        other_values = [value for value in dict.fromkeys(values) if dimension.index_of(value) is None]
+        return optuna.distributions.CategoricalDistribution((*dimension.choices, *other_values))
     numbers = [value for value in values if is_number(value) and (value > 0 or not dimension.log)]
-    kind = optuna.distributions.IntDistribution if dimension.whole else optuna.distributions.FloatDistribution
-    return kind(min([dimension.low, *numbers]), max([dimension.high, *numbers]), log=dimension.log)
+    distribution_class = (
+        optuna.distributions.IntDistribution if dimension.is_integer else optuna.distributions.FloatDistribution
+    )
+    return distribution_class(min([dimension.low, *numbers]), max([dimension.high, *numbers]), log=dimension.log)
 
 
-def _holds(distribution: Any, value: Any) -> bool:
-    """Whether a value can be shown as a parameter: null is no number, and 0 has no logarithm."""
+def _contains(distribution: Any, value: Any) -> bool:
+    """Return whether a value is valid as a parameter: not null in a range, not 0 in a logarithmic one."""
     if not hasattr(distribution, "low"):
         return True
     return is_number(value) and bool(distribution.low <= value <= distribution.high)
 
 
-def _state(config: Config, trial: Trial) -> tuple[str, list[float] | None]:
-    """The name of Optuna's state of a trial, and its values, which COMPLETE alone has."""
-    if not trial.sound:
+def _trial_state(config: Config, trial: Trial) -> tuple[str, list[float] | None]:
+    """Return Optuna's state of a trial, and its values if it is COMPLETE."""
+    if not trial.is_valid:
         return "FAIL", None
-    if trial.finished is None:
-        return ("PRUNED" if trial.reached else "RUNNING"), None
-    end = trial.finished
-    if config.deploy.tune.objective == "front":
-        return "COMPLETE", [end.score, trial.price(end.seconds)]
-    value = end.score if config.deploy.tune.objective == "score" else end.to_target
+    if trial.final_result is None:
+        return ("PRUNED" if trial.rung_results else "RUNNING"), None
+    final_result = trial.final_result
+    if config.deploy.tune.objective == "pareto":
+        return "COMPLETE", [final_result.score, trial.pareto_cost(final_result.seconds)]
+    value = final_result.score if config.deploy.tune.objective == "score" else final_result.seconds_to_target
     return ("PRUNED", None) if value is None else ("COMPLETE", [value])
 
 
-def _attributes(trial: Trial) -> dict[str, Any]:
-    """What Optuna has no field for, as far as there is any of it."""
-    told = {
+def _user_attributes(trial: Trial) -> dict[str, Any]:
+    """Return attributes without a field in Optuna, without empty ones."""
+    attributes = {
         "number": trial.number,
-        "by": trial.by,
-        "named": trial.named,
+        "proposed_by": trial.proposed_by,
+        "label": trial.label,
         "settings": dict(trial.settings),
-        "of": trial.of,
+        "repeat_of": trial.repeat_of,
         "seed": trial.seed,
         "error": trial.error,
-        "diverged": trial.diverged,
-        "finished": None if trial.finished is None else asdict(trial.finished),
+        "divergence": trial.divergence,
+        "final_result": None if trial.final_result is None else asdict(trial.final_result),
     }
-    return {name: value for name, value in told.items() if value is not None}
+    return {name: value for name, value in attributes.items() if value is not None}

@@ -1,6 +1,5 @@
-"""search.html of a search: the verdict, the trials, learning rate and aggregation frequency, the best score over time,
-the cost, and what to do next. All else that can be drawn of trials is in Optuna's dashboard (`dashboard`).
-"""
+"""search.html: the verdict, the trials, charts, the cost, and next steps. Optuna's dashboard draws more
+(`optuna_export`)."""
 
 import math
 import shlex
@@ -10,36 +9,46 @@ from pathlib import Path
 from typing import Any
 
 from rtrain import config as configuration
-from rtrain.config import Config, Tune
+from rtrain.config import Config, TuneConfig
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
-from rtrain.metrics.registry import metric_for
+from rtrain.metrics.registry import get_metric
 from rtrain.report.drawing import charts
-from rtrain.report.drawing.blocks import Block, Cell, Figure, Note, Section, Step, Steps, Table, Tile
-from rtrain.report.drawing.charts import Dot, Line
-from rtrain.report.drawing.page import render, write as write_page
-from rtrain.report.drawing.svg import duration, short
+from rtrain.report.drawing.blocks import (
+    Block,
+    Cell,
+    Figure,
+    Note,
+    Recommendation,
+    RecommendationList,
+    Section,
+    Table,
+    Tile,
+)
+from rtrain.report.drawing.charts import LineSeries, ScatterPoint
+from rtrain.report.drawing.page import render_html, write_page as write_page
+from rtrain.report.drawing.svg import format_duration, truncate
 from rtrain.tasks import base
-from tune.history import History, read_journal, replay
+from tune.history import History, read_journal, replay_journal
 from tune.report import stats, table, verdict
 
-LONGEST = 300
-WORDS = (
-    ("rung", "a number of rows after which trials are compared; the better half goes on to twice the rows"),
-    ("steering rows", "the validation rows that decide at the rungs"),
-    ("held-back rows", "the other validation rows, which decide at the end and steered nothing"),
-    ("frozen", "at a rung, with a checkpoint: it can go on from there"),
+MAX_ERROR_CHARACTERS = 300
+GLOSSARY = (
+    ("rung", "a number of rows at which trials are compared; the better half continues to twice the rows"),
+    ("steering rows", "the validation rows for comparisons at rungs"),
+    ("holdout rows", "the other validation rows, for the finals only"),
+    ("frozen", "paused at a rung with a checkpoint, can be resumed"),
     ("finished", "trained to its end"),
-    ("k", "passes of a worker between two exchanges of gradients (train.aggregation_frequency)"),
+    ("k", "micro-batches between two all-reduces (train.aggregation_frequency)"),
 )
-COSTS: Mapping[str, str] = {"latency": "ms for a text", "bytes": "MB of weights"}
-"""By `tune.cost`: the head of the column with what a trial's model costs."""
-RATE, FREQUENCY = "optim.lr", "train.aggregation_frequency"
+COST_HEADERS: Mapping[str, str] = {"latency": "ms for a text", "bytes": "MB of weights"}
+"""Header of the column with the inference cost, by `tune.cost`."""
+LR_SETTING, FREQUENCY_SETTING = "optim.lr", "train.aggregation_frequency"
 
 
 @dataclass(frozen=True)
-class Known:
-    """All that the page is made from."""
+class SearchPageData:
+    """Data of the page."""
 
     search: Run
     config: Config
@@ -47,134 +56,139 @@ class Known:
     headline: str
 
     @property
-    def tune(self) -> Tune:
+    def tune(self) -> TuneConfig:
         return self.config.deploy.tune
 
     @property
-    def score(self) -> str:
-        return table.score_of(self.headline)
+    def score_label(self) -> str:
+        return table.score_label(self.headline)
 
     @property
     def sign(self) -> int:
         return -1 if self.headline.startswith("neg_") else 1
 
 
-def write(search: Run) -> Path:
-    """Make the search's search.html. Raises `UserError` for a search of which no trial has begun."""
+def write_search_page(search: Run) -> Path:
+    """Write search.html. Raises `UserError` if no trial has started."""
     events = read_journal(search.trials)
-    if not replay(events).trials:
-        text = f"{search} is a search of which no trial has begun; {search.resumed_by} goes on"
-        raise UserError(text, code="not_begun")
-    return write_page(search.search_page, page(search, events, verdict.of(search)))
+    if not replay_journal(events).trials:
+        message = f"no trial of {search} has started; continue with {search.resume_command}"
+        raise UserError(message, code="not_begun")
+    return write_page(search.search_page, render_search_page(search, events, verdict.describe_search(search)))
 
 
-def page(search: Run, events: Sequence[Mapping[str, Any]], told: str) -> str:
-    """The page by the journal's events; `told` is the verdict in one sentence."""
-    config, history = configuration.load(str(search.config)), replay(events)
-    headline = metric_for(base.get(config.recipe.task).output).headline
-    known = Known(search, config, history, headline)
-    sections = [_trials(known), _pictures(known, events), _cost(known), _next(known)]
-    about = f"A search from the recipe {config.recipe.name} by rtrain, {_count(len(history.own), 'trial')}"
-    lead = f"{told[:1].upper()}{told[1:].removesuffix('.')}."
-    return render(search.name, about, _tiles(known), sections, lead=lead)
+def render_search_page(search: Run, events: Sequence[Mapping[str, Any]], verdict_text: str) -> str:
+    """Render the page from the journal's events. `verdict_text`: the verdict in one sentence."""
+    config, history = configuration.load_config(str(search.config)), replay_journal(events)
+    headline = get_metric(base.get_task(config.recipe.task).output).headline
+    data = SearchPageData(search, config, history, headline)
+    sections = [_trials_section(data), _charts_section(data, events), _cost_section(data), _next_steps_section(data)]
+    subtitle = (
+        f"A search from the recipe {config.recipe.name} by rtrain, "
+        f"{_format_count(len(history.original_trials), 'trial')}"
+    )
+    lead = f"{verdict_text[:1].upper()}{verdict_text[1:].removesuffix('.')}."
+    return render_html(search.name, subtitle, _make_tiles(data), sections, lead=lead)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}{'' if number == 1 else 's'}"
+def _format_count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 # --------------------------------------------------------------------------------------------------------------- tiles
 
 
-def _tiles(known: Known) -> list[Tile]:
-    history, spent, tiles = known.history, stats.spent(known.history, known.tune), list[Tile]()
-    states = [trial.status for trial in history.own]
-    words = ("finished", "frozen", "asked", "failed", "diverged")
-    each = ", ".join(f"{states.count(word)} {word}" for word in words if word in states)
-    tiles.append(Tile("trials", f"{len(history.own):,}", each))
-    if spent.budget:
-        note = f"{spent.searched:,} of {spent.budget:,} rows; {spent.end:,} more for the end"
-        tiles.append(Tile("of the budget used", f"{100 * spent.searched / spent.budget:.0f} %", note))
-    if spent.saved is not None and spent.every and spent.saved > 0:
-        note = f"of the {spent.every:,} that full runs of all trials would take"
-        tiles.append(Tile("rows saved", f"{100 * spent.saved / spent.every:.0f} %", note))
-    training = f"{duration(spent.seconds)} of training"
-    tiles.append(Tile("time", duration(history.seconds or spent.seconds), training))
+def _make_tiles(data: SearchPageData) -> list[Tile]:
+    history, usage, tiles = data.history, stats.measure_usage(data.history, data.tune), list[Tile]()
+    states = [trial.status for trial in history.original_trials]
+    statuses = ("finished", "frozen", "created", "failed", "diverged")
+    status_counts = ", ".join(f"{states.count(word)} {word}" for word in statuses if word in states)
+    tiles.append(Tile("trials", f"{len(history.original_trials):,}", status_counts))
+    if usage.budget_rows:
+        note = f"{usage.search_rows:,} of {usage.budget_rows:,} rows; {usage.final_rows:,} more for the finals"
+        tiles.append(Tile("of the budget used", f"{100 * usage.search_rows / usage.budget_rows:.0f} %", note))
+    if usage.saved_rows is not None and usage.all_full_runs_rows and usage.saved_rows > 0:
+        note = f"of the {usage.all_full_runs_rows:,} that full runs of all trials would take"
+        tiles.append(Tile("rows saved", f"{100 * usage.saved_rows / usage.all_full_runs_rows:.0f} %", note))
+    training = f"{format_duration(usage.seconds)} of training"
+    tiles.append(Tile("time", format_duration(history.seconds or usage.seconds), training))
     return tiles
 
 
 # -------------------------------------------------------------------------------------------------------------- trials
 
 
-def _trials(known: Known) -> Section:
-    history, cost = known.history, COSTS.get(known.tune.cost)
-    head, *rows = table.cells(history, history.own, known.headline, known.tune)
-    shown: list[Sequence[Cell]] = [
-        (*row, f"{trial.seconds:,.0f}", *([stats.figure(trial.cost)] if cost else []))
-        for row, trial in zip(rows, history.own, strict=True)
+def _trials_section(data: SearchPageData) -> Section:
+    history, cost = data.history, COST_HEADERS.get(data.tune.cost)
+    headers, *rows = table.table_cells(history, history.original_trials, data.headline, data.tune)
+    table_rows: list[Sequence[Cell]] = [
+        (*row, f"{trial.seconds:,.0f}", *([stats.format_value(trial.cost)] if cost else []))
+        for row, trial in zip(rows, history.original_trials, strict=True)
     ]
     note = (
-        f"Under each rung: {known.score} on the steering rows. Held: on the held-back rows, the mean over the seeds "
-        "that the settings were trained with to the end."
+        f"Under each rung: {data.score_label} on the steering rows. Holdout: on the holdout rows, the mean over the "
+        "seeds of finished runs."
     )
-    columns = (*head, "seconds", *([cost] if cost else []))
-    blocks: list[Block] = [Table("Trials", columns, shown, note, wide=True)]
-    if failed := [trial for trial in history.trials if not trial.sound]:
+    columns = (*headers, "seconds", *([cost] if cost else []))
+    blocks: list[Block] = [Table("Trials", columns, table_rows, note, wide=True)]
+    if failed_trials := [trial for trial in history.trials if not trial.is_valid]:
         errors = [
-            (trial.number, trial.named, short(trial.error or f"diverged: {trial.diverged}", LONGEST))
-            for trial in failed
+            (trial.number, trial.label, truncate(trial.error or f"diverged: {trial.divergence}", MAX_ERROR_CHARACTERS))
+            for trial in failed_trials
         ]
-        blocks.append(Table("Why trials failed", ("trial", "settings", "what happened"), errors, wide=True))
-    blocks.append(Table("What the words mean", ("word", "meaning"), WORDS, wide=True))
-    stopped = f"No further trial was asked for: {history.stopped}." if history.stopped else ""
-    return Section("trials", "Trials", stopped, blocks)
+        blocks.append(Table("Why trials failed", ("trial", "settings", "error"), errors, wide=True))
+    blocks.append(Table("Glossary", ("word", "meaning"), GLOSSARY, wide=True))
+    stop_note = f"No further trials were created: {history.stop_reason}." if history.stop_reason else ""
+    return Section("trials", "Trials", stop_note, blocks)
 
 
-# ------------------------------------------------------------------------------------------------------------ pictures
+# ------------------------------------------------------------------------------------------------------------ charts
 
 
-def _pictures(known: Known, events: Sequence[Mapping[str, Any]]) -> Section:
-    blocks = [*_best(known, events), *_pair(known)]
-    return Section("space", "What was found", "", blocks or [Note("No trial has come to a score yet.")])
+def _charts_section(data: SearchPageData, events: Sequence[Mapping[str, Any]]) -> Section:
+    blocks = [*_best_score_figure(data, events), *_lr_frequency_figure(data)]
+    return Section("space", "Scores", "", blocks or [Note("No trial has a score yet.")])
 
 
-def _best(known: Known, events: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
-    """The best score at each rung by the time at which it was reached."""
-    lines = dict[int, tuple[list[float], list[float]]]()
+def _best_score_figure(data: SearchPageData, events: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
+    """Yield the chart of the best score at each rung over time."""
+    points_by_rung = dict[int, tuple[list[float], list[float]]]()
     for event in events:
-        if event["kind"] == "reached" and math.isfinite(event["score"]):
-            seconds, scores = lines.setdefault(event["rung"], ([], []))
+        if event["kind"] == "rung_result" and math.isfinite(event["score"]):
+            seconds, scores = points_by_rung.setdefault(event["rung"], ([], []))
             seconds.append(event["time"] - events[0]["time"])
             scores.append(max([*scores[-1:], event["score"]]))
-    drawn = [
-        Line(f"rung {rung + 1}", seconds, [known.sign * score for score in scores], dots=True)
-        for rung, (seconds, scores) in sorted(lines.items())
+    chart_lines = [
+        LineSeries(f"rung {rung + 1}", seconds, [data.sign * score for score in scores], has_dots=True)
+        for rung, (seconds, scores) in sorted(points_by_rung.items())
     ]
-    if drawn:
-        note = "On the steering rows. Scores of one rung are of trials that were trained on equally many rows."
-        chart = charts.lines(drawn, "seconds since the search began", f"best {known.score}")
-        yield Figure(f"The best {known.score} over time", chart, note)
+    if chart_lines:
+        note = "On the steering rows. At one rung all trials have equally many rows."
+        chart = charts.draw_lines(chart_lines, "seconds since the search began", f"best {data.score_label}")
+        yield Figure(f"The best {data.score_label} over time", chart, note)
 
 
-def _pair(known: Known) -> Iterator[Block]:
-    """The trials over learning rate and aggregation frequency, where both were searched."""
-    if not {RATE, FREQUENCY} <= {*stats.searched(known.history, known.tune)}:
+def _lr_frequency_figure(data: SearchPageData) -> Iterator[Block]:
+    """Yield the chart of trials over learning rate and aggregation frequency, if both were searched."""
+    if not {LR_SETTING, FREQUENCY_SETTING} <= {*stats.searched_settings(data.history, data.tune)}:
         return
-    recipe = known.config.recipe
-    default = recipe.rows_per_update / (recipe.train.workers * recipe.train.micro_batch)
-    scores = {trial.number: score for trial, score in stats.first_rung(known.history) if math.isfinite(score)}
-    middle = sorted(scores.values())[len(scores) // 2] if scores else 0.0
+    recipe = data.config.recipe
+    default_frequency = recipe.global_batch_size / (recipe.train.workers * recipe.train.micro_batch_size)
+    scores = {trial.number: score for trial, score in stats.first_rung_scores(data.history) if math.isfinite(score)}
+    median = sorted(scores.values())[len(scores) // 2] if scores else 0.0
     dots = []
-    for trial in known.history.own:
+    for trial in data.history.original_trials:
         score = scores.get(trial.number)
-        series = 2 if score is None else 3 if trial.number == known.history.chosen else int(score < middle)
-        came = trial.status if score is None else f"{known.score} {table.score(known.headline, score)}"
-        rate = trial.settings.get(RATE, recipe.optim.lr)
-        frequency = trial.settings.get(FREQUENCY, default)
-        if frequency is not None:  # else the trial sets the rows of an update
-            hint = f"trial {trial.number}, {trial.named}: {came}"
-            dots.append(Dot(rate, frequency, series, str(trial.number), hint))
-    chart = charts.dots(dots, ("better half", "others", "no score", "winner"), RATE, FREQUENCY)
+        series = 2 if score is None else 3 if trial.number == data.history.winner else int(score < median)
+        outcome = trial.status if score is None else f"{data.score_label} {table.format_score(data.headline, score)}"
+        learning_rate = trial.settings.get(LR_SETTING, recipe.optim.lr)
+        frequency = trial.settings.get(FREQUENCY_SETTING, default_frequency)
+        if frequency is not None:  # otherwise the trial sets the batch size
+            hint = f"trial {trial.number}, {trial.label}: {outcome}"
+            dots.append(ScatterPoint(learning_rate, frequency, series, str(trial.number), hint))
+    chart = charts.draw_named_points(
+        dots, ("better half", "others", "no score", "winner"), LR_SETTING, FREQUENCY_SETTING
+    )
     note = "A point is a trial, with its number; its color is its place by the score at the first rung."
     yield Figure("Trials over learning rate and aggregation frequency", chart, note)
 
@@ -182,49 +196,64 @@ def _pair(known: Known) -> Iterator[Block]:
 # ---------------------------------------------------------------------------------------------------------------- cost
 
 
-def _cost(known: Known) -> Section:
-    spent, tune = stats.spent(known.history, known.tune), known.tune
+def _cost_section(data: SearchPageData) -> Section:
+    usage, tune = stats.measure_usage(data.history, data.tune), data.tune
     rows = [
-        ("rows until the first rung", f"{spent.first:,}"),
-        ("rows of later rungs", f"{spent.later:,}"),
-        ("rows of the end: the best trials and trial 0, and again with other seeds", f"{spent.end:,}"),
-        ("seconds of training, over all trials", f"{spent.seconds:,.0f}"),
-        ("time of the search", duration(known.history.seconds)),
+        ("rows until the first rung", f"{usage.first_rung_rows:,}"),
+        ("rows of later rungs", f"{usage.later_rung_rows:,}"),
+        ("rows of the finals: the best trials and trial 0, with several seeds", f"{usage.final_rows:,}"),
+        ("seconds of training, over all trials", f"{usage.seconds:,.0f}"),
+        ("time of the search", format_duration(data.history.seconds)),
     ]
-    if spent.full:
-        rows.append(("full runs that the rows would pay for", f"{(spent.searched + spent.end) / spent.full:.1f}"))
-    if tune.price is not None:
-        money = known.history.money(known.config.recipe.train.workers, tune.price)
-        rows.append((f"money, at {tune.price:g} an hour of a worker", f"{money:.2f}"))
-    note = "What a failed trial had done since its last rung is not known."
-    return Section("cost", "What it has cost", "", [Table("What it has cost", ("", ""), rows, note)])
+    if usage.full_run_rows:
+        rows.append(
+            (
+                "equivalent full runs",
+                f"{(usage.search_rows + usage.final_rows) / usage.full_run_rows:.1f}",
+            )
+        )
+    if tune.worker_cost_per_hour is not None:
+        money = data.history.billed_cost(data.config.recipe.train.workers, tune.worker_cost_per_hour)
+        rows.append((f"money, at {tune.worker_cost_per_hour:g} an hour of a worker", f"{money:.2f}"))
+    note = "Rows of failed trials since their last rung are unknown."
+    return Section("cost", "Cost", "", [Table("Cost", ("", ""), rows, note)])
 
 
 # ---------------------------------------------------------------------------------------------------------------- next
 
 
-def _next(known: Known) -> Section:
-    search, chosen = known.search, known.history.chosen
-    if chosen is None:
-        why = "Trials go on from where they are: none is trained twice"
-        step = Step("Go on with the search", why, search.resumed_by)
-        note = "TEACHER is the run whose model the students learn from." if search.is_of_students else ""
-        return Section("next", "What to do next", "", [Steps("What to do next", [step], note)])
-    winner, steps, note = search.trial(chosen), list[Step](), ""
-    if winner.finished:
-        steps.append(Step("Ask the winner", "it is trained to its end", f"rtrain serve {_quoted(winner.artifact)}"))
-    if chosen and search.trial(0).finished and winner.finished:
-        command = f"rtrain compare {_quoted(search.trial(0).folder)} {_quoted(winner.folder)}"
-        why = "row by row, also on the test rows, which have chosen nothing"
-        steps.append(Step("Look at the winner beside the recipe's own settings", why, command))
-    if not search.is_of_students:  # a student is trained by its teacher's answers, not by a recipe
-        best = f"rtrain train {_quoted(search.folder / 'best.yaml')} --out NEW_FOLDER"
-        steps.append(Step("Train with the winner's settings", "e.g. on more rows, by --data FILE", best))
-        note = "NEW_FOLDER is for you to name."
-    report = f"rtrain report {_quoted(winner.folder)}"
-    steps.append(Step("Read the winner's own report", "its answers, its slices, what is wrong most", report))
-    return Section("next", "What to do next", "", [Steps("What to do next", steps, note)])
+def _next_steps_section(data: SearchPageData) -> Section:
+    search, winner_number = data.search, data.history.winner
+    if winner_number is None:
+        reason = "Trials resume from their checkpoints: nothing is trained twice"
+        step = Recommendation("Continue the search", reason, search.resume_command)
+        note = "TEACHER is the run whose model the students learn from." if search.is_student else ""
+        return Section("next", "What to do next", "", [RecommendationList("What to do next", [step], note)])
+    winner, steps, note = search.trial(winner_number), list[Recommendation](), ""
+    if winner.is_finished:
+        steps.append(
+            Recommendation(
+                "Serve the winner", "it is trained to its end", f"rtrain serve {_quote_path(winner.artifact)}"
+            )
+        )
+    if winner_number and search.trial(0).is_finished and winner.is_finished:
+        command = f"rtrain compare {_quote_path(search.trial(0).folder)} {_quote_path(winner.folder)}"
+        reason = "row by row, also on the test rows"
+        steps.append(Recommendation("Compare the winner with the recipe's own settings", reason, command))
+    if not search.is_student:  # a student needs its teacher, not only a recipe
+        train_command = f"rtrain train {_quote_path(search.folder / 'best.yaml')} --out NEW_FOLDER"
+        steps.append(
+            Recommendation("Train with the winner's settings", "e.g. on more rows, by --data FILE", train_command)
+        )
+        note = "Replace NEW_FOLDER."
+    report_command = f"rtrain report {_quote_path(winner.folder)}"
+    steps.append(
+        Recommendation(
+            "Read the winner's own report", "its predictions, slices and most frequent errors", report_command
+        )
+    )
+    return Section("next", "What to do next", "", [RecommendationList("What to do next", steps, note)])
 
 
-def _quoted(path: Path) -> str:
+def _quote_path(path: Path) -> str:
     return shlex.quote(str(path))

@@ -1,135 +1,159 @@
-"""Figures of a search that its page and its table show: pure functions of its history.
-
-Scores are as in the history: larger is better.
-"""
+"""Statistics of a search for its page and table: pure functions of its history. Larger scores are better."""
 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rtrain.config import Tune
-from tune.history import History, Trial, numbered
+from rtrain.config import TuneConfig
+from tune.history import History, Trial, find_trial
 
-SHORT = {"aggregation_frequency": "k"}
-
-
-def searched(history: History, tune: Tune) -> list[str]:
-    """The settings that trials set by themselves: those of the space, then those of the points alone. What such a
-    setting brings with it (`optim.lr_scaling`, say) is not among them."""
-    names = dict.fromkeys([*tune.space, *(name for point in tune.points for name in point)])
-    return [name for name in names if any(trial.settings.get(name) is not None for trial in history.own)]
+SHORT_NAMES = {"aggregation_frequency": "k"}
 
 
-def short_names(names: Iterable[str]) -> dict[str, str]:
-    """A short name for each dotted one: its last part (`k` for the aggregation frequency), where no other has it."""
-    parts = {name: SHORT.get(last := name.rpartition(".")[2], last) for name in names}
-    taken = list(parts.values())
-    return {name: short if taken.count(short) == 1 else name for name, short in parts.items()}
+def searched_settings(history: History, tune: TuneConfig) -> list[str]:
+    """Return the searched settings: those of the space, then those of points, without derived ones such as
+    `optim.lr_scaling`."""
+    names = dict.fromkeys([*tune.space, *(name for point in tune.points_to_evaluate for name in point)])
+    return [name for name in names if any(trial.settings.get(name) is not None for trial in history.original_trials)]
 
 
-def named(trial: Trial, short: Mapping[str, str]) -> str:
-    """The trial by what it sets, in the short names of what was searched."""
-    if trial.of is not None:
-        return f"trial {trial.of} with seed {trial.seed}"
-    parts = [f"{told} {figure(trial.settings[name])}" for name, told in short.items() if name in trial.settings]
-    return ", ".join(parts) or trial.named
+def shorten_names(names: Iterable[str]) -> dict[str, str]:
+    """Return a short name for each setting: its last part if it is unique; `k` for the aggregation frequency."""
+    parts = {name: SHORT_NAMES.get(last := name.rpartition(".")[2], last) for name in names}
+    short_parts = list(parts.values())
+    return {name: short if short_parts.count(short) == 1 else name for name, short in parts.items()}
 
 
-def figure(value: Any) -> str:
-    """A setting's value for a table."""
+def trial_label(trial: Trial, short_names: Mapping[str, str]) -> str:
+    """Return the trial's searched settings with short names."""
+    if trial.repeat_of is not None:
+        return f"trial {trial.repeat_of} with seed {trial.seed}"
+    parts = [
+        f"{text} {format_value(trial.settings[name])}" for name, text in short_names.items() if name in trial.settings
+    ]
+    return ", ".join(parts) or trial.label
+
+
+def format_value(value: Any) -> str:
+    """Format a setting's value for a table."""
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
-# -------------------------------------------------------------------------------------------------- what trials came to
+# -------------------------------------------------------------------------------------------------- results
 
 
-def first_rung(history: History) -> list[tuple[Trial, float]]:
-    """(trial, its score at the first rung): there all trials have been trained on equally many rows."""
-    return [(trial, one.score) for trial in history.own for one in trial.reached if one.rung == 0]
+def first_rung_scores(history: History) -> list[tuple[Trial, float]]:
+    """Return (trial, its score at the first rung), where all trials have equally many rows."""
+    return [
+        (trial, result.score) for trial in history.original_trials for result in trial.rung_results if result.rung == 0
+    ]
 
 
 @dataclass(frozen=True)
-class Held:
-    """What the settings of a trial came to on the held-back rows: the mean over the seeds that they were trained with
-    to the end."""
+class HoldoutMean:
+    """Mean score of a trial's settings on the holdout rows, over the seeds of its finished runs."""
 
     score: float
     seeds: int
     rows: int
 
 
-def held(history: History, number: int) -> Held | None:
-    """None for settings that no run was trained to its end with."""
-    ends = [trial.finished for trial in history.trials if number in (trial.number, trial.of) and trial.finished]
-    if not ends:
+def holdout_score(history: History, number: int) -> HoldoutMean | None:
+    """Return the mean over seeds, or None without a finished run."""
+    final_results = [
+        trial.final_result
+        for trial in history.trials
+        if number in (trial.number, trial.repeat_of) and trial.final_result
+    ]
+    if not final_results:
         return None
-    return Held(sum(end.held for end in ends) / len(ends), len(ends), ends[0].held_rows)
+    return HoldoutMean(
+        sum(result.holdout_score for result in final_results) / len(final_results),
+        len(final_results),
+        final_results[0].holdout_rows,
+    )
 
 
-def leader(history: History) -> Trial | None:
-    """The winner; before there is one, the sound trial that has come furthest, of the best score there."""
-    if history.chosen is not None:
-        return numbered(history.trials, history.chosen)
-    scored = [trial for trial in history.own if trial.sound and (trial.reached or trial.finished)]
+def leading_trial(history: History) -> Trial | None:
+    """Return the winner, or the best valid trial at the latest rung."""
+    if history.winner is not None:
+        return find_trial(history.trials, history.winner)
+    scored_trials = [
+        trial for trial in history.original_trials if trial.is_valid and (trial.rung_results or trial.final_result)
+    ]
 
-    def standing(trial: Trial) -> tuple[float, ...]:
-        ended = held(history, trial.number)
-        if ended:
-            return (math.inf, ended.score, -trial.number)
-        return (trial.reached[-1].rung, trial.reached[-1].score, -trial.number)
+    def sort_key(trial: Trial) -> tuple[float, ...]:
+        holdout = holdout_score(history, trial.number)
+        if holdout:
+            return (math.inf, holdout.score, -trial.number)
+        return (trial.rung_results[-1].rung, trial.rung_results[-1].score, -trial.number)
 
-    return max(scored, key=standing, default=None)
+    return max(scored_trials, key=sort_key, default=None)
 
 
-# ---------------------------------------------------------------------------------------------------- what it has cost
+# ---------------------------------------------------------------------------------------------------- usage
 
 
 @dataclass(frozen=True)
-class Spent:
-    """Rows trained on. What a trial that failed had done since its last rung is not known, and not in it."""
+class SearchUsage:
+    """Trained rows. Rows of failed trials since their last rung are unknown and not counted."""
 
-    first: int
-    """Until the first rung."""
-    later: int
-    """From there to the last rung of each trial."""
-    end: int
-    """From there to the ends, and again with other seeds."""
-    full: int | None
-    """Rows of a full run; None before that is known."""
-    budget: int | None
-    """Rows that the search may take before its end; None before that is known."""
-    every: int | None
-    """Rows of a full run of each trial, once no further one is asked for."""
+    first_rung_rows: int
+    """Rows until the first rung."""
+    later_rung_rows: int
+    """Rows from the first to the last rung of each trial."""
+    final_rows: int
+    """Rows of the finals."""
+    full_run_rows: int | None
+    """Rows of a full run; None if unknown."""
+    budget_rows: int | None
+    """Budget of the search without its finals; None if unknown."""
+    all_full_runs_rows: int | None
+    """Rows of full runs of all trials, after the last trial was created."""
     seconds: float
     """Seconds of training, over all trials."""
 
     @property
-    def searched(self) -> int:
-        """What counts against the budget."""
-        return self.first + self.later
+    def search_rows(self) -> int:
+        """Rows that count against the budget."""
+        return self.first_rung_rows + self.later_rung_rows
 
     @property
-    def saved(self) -> int | None:
-        """Against a full run of each trial; below 0 where repetitions took more."""
-        return None if self.every is None else self.every - self.searched - self.end
+    def saved_rows(self) -> int | None:
+        """Saved rows relative to full runs of all trials; negative if the finals took more."""
+        return None if self.all_full_runs_rows is None else self.all_full_runs_rows - self.search_rows - self.final_rows
 
 
-def spent(history: History, tune: Tune) -> Spent:
-    first = later = end = 0
+def measure_usage(history: History, tune: TuneConfig) -> SearchUsage:
+    first_rows = later_rows = final_rows = 0
     for trial in history.trials:
-        rungs = [one.rows for one in trial.reached] or [0]
-        first, later = first + rungs[0], later + rungs[-1] - rungs[0]
-        end += trial.finished.rows - rungs[-1] if trial.finished else 0
-    full = full_rows(history, tune)
-    budget = tune.rows or (None if full is None else round(tune.full_runs * full))
-    every = None if full is None or history.stopped is None else full * len(history.own)
-    return Spent(first, later, end, full, budget, every, sum(trial.seconds for trial in history.trials))
+        rungs = [result.rows for result in trial.rung_results] or [0]
+        first_rows, later_rows = first_rows + rungs[0], later_rows + rungs[-1] - rungs[0]
+        final_rows += trial.final_result.rows - rungs[-1] if trial.final_result else 0
+    rows_per_full_run = full_run_rows(history, tune)
+    budget = tune.budget_rows or (
+        None if rows_per_full_run is None else round(tune.budget_full_runs * rows_per_full_run)
+    )
+    all_full_runs = (
+        None
+        if rows_per_full_run is None or history.stop_reason is None
+        else rows_per_full_run * len(history.original_trials)
+    )
+    return SearchUsage(
+        first_rows,
+        later_rows,
+        final_rows,
+        rows_per_full_run,
+        budget,
+        all_full_runs,
+        sum(trial.seconds for trial in history.trials),
+    )
 
 
-def full_rows(history: History, tune: Tune) -> int | None:
-    """Rows of a full run: of one that has ended, else by the share of it that the first rung is."""
-    if ended := [trial.finished.rows for trial in history.trials if trial.finished]:
-        return max(ended)
-    rungs = [one.rows for trial in history.trials for one in trial.reached if one.rung == 0]
-    return round(min(rungs) / tune.first_rung) if rungs else None
+def full_run_rows(history: History, tune: TuneConfig) -> int | None:
+    """Return the rows of a full run: of a finished run, or derived from the first rung."""
+    if final_rows := [trial.final_result.rows for trial in history.trials if trial.final_result]:
+        return max(final_rows)
+    rungs = [result.rows for trial in history.trials for result in trial.rung_results if result.rung == 0]
+    return round(min(rungs) / tune.min_resource_fraction) if rungs else None

@@ -1,110 +1,112 @@
-"""How each cloud's nodes are written down in a launcher's file: one table, which the rules read."""
+"""Table of each cloud's node settings in a launcher file, for the rules."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rtrain.cluster.checks.yaml_document import Document, Place
+from rtrain.cluster.checks.yaml_document import Document, YamlPath
 
-Settings = Mapping[str, Any]
+ConfigMapping = Mapping[str, Any]
 
 
-def get(settings: Any, *place: str | int) -> Any:
-    """A value inside of maps and lists; None where there is none."""
-    for key in place:
+def get_nested(config: Any, *path: str | int) -> Any:
+    """Get a nested value of maps and lists; None if missing."""
+    for key in path:
         try:
-            settings = settings[key]
+            config = config[key]
         except (KeyError, IndexError, TypeError):
             return None
-    return settings
+    return config
 
 
 @dataclass(frozen=True)
-class Cloud:
-    """What a rule wants to know of a node's `node_config`."""
+class CloudSchema:
+    """Accessors of a cloud's `node_config`."""
 
-    instance: tuple[str, ...]
-    """Where the name of the instance type stands."""
-    is_spot: Callable[[Settings], bool]
-    internal: Callable[[Settings, Settings], bool]
-    """Whether a node of such a provider and node_config has no public address."""
+    instance_type_path: tuple[str, ...]
+    """Path of the instance type."""
+    is_spot: Callable[[ConfigMapping], bool]
+    is_internal: Callable[[ConfigMapping, ConfigMapping], bool]
+    """Whether a node with this provider and node_config has no public address."""
 
 
-def _gcp_spot(node: Settings) -> bool:
+def _is_gcp_spot(node: ConfigMapping) -> bool:
     scheduling = node.get("scheduling") or {}
-    parts: list[Settings] = scheduling if isinstance(scheduling, list) else [scheduling]
-    return any(get(part, "preemptible") or get(part, "provisioningModel") == "SPOT" for part in parts)
-
-
-def _gcp_internal(provider: Settings, node: Settings) -> bool:
-    faces: list[Any] = node.get("networkInterfaces") or []
-    return (
-        provider.get("use_internal_ips") is True
-        and bool(faces)
-        and not any(get(face, "accessConfigs") for face in faces)
+    schedulings: list[ConfigMapping] = scheduling if isinstance(scheduling, list) else [scheduling]
+    return any(
+        get_nested(part, "preemptible") or get_nested(part, "provisioningModel") == "SPOT" for part in schedulings
     )
 
 
-def _internal(provider: Settings, node: Settings) -> bool:
+def _is_gcp_internal(provider: ConfigMapping, node: ConfigMapping) -> bool:
+    interfaces: list[Any] = node.get("networkInterfaces") or []
+    return (
+        provider.get("use_internal_ips") is True
+        and bool(interfaces)
+        and not any(get_nested(face, "accessConfigs") for face in interfaces)
+    )
+
+
+def _is_internal(provider: ConfigMapping, node: ConfigMapping) -> bool:
     return provider.get("use_internal_ips") is True and not provider.get("use_external_head_ip")
 
 
-CLOUDS: dict[str, Cloud] = {
-    "aws": Cloud(
-        instance=("InstanceType",),
-        is_spot=lambda node: get(node, "InstanceMarketOptions", "MarketType") == "spot",
-        internal=lambda provider, node: (
-            _internal(provider, node)
-            and not any(get(face, "AssociatePublicIpAddress") for face in node.get("NetworkInterfaces") or ())
+CLOUDS: dict[str, CloudSchema] = {
+    "aws": CloudSchema(
+        instance_type_path=("InstanceType",),
+        is_spot=lambda node: get_nested(node, "InstanceMarketOptions", "MarketType") == "spot",
+        is_internal=lambda provider, node: (
+            _is_internal(provider, node)
+            and not any(get_nested(face, "AssociatePublicIpAddress") for face in node.get("NetworkInterfaces") or ())
         ),
     ),
-    "gcp": Cloud(
-        instance=("machineType",),
-        is_spot=_gcp_spot,
-        internal=_gcp_internal,
+    "gcp": CloudSchema(
+        instance_type_path=("machineType",),
+        is_spot=_is_gcp_spot,
+        is_internal=_is_gcp_internal,
     ),
-    "azure": Cloud(
-        instance=("azure_arm_parameters", "vmSize"),
-        is_spot=lambda node: str(get(node, "azure_arm_parameters", "priority")).lower() == "spot",
-        internal=_internal,
+    "azure": CloudSchema(
+        instance_type_path=("azure_arm_parameters", "vmSize"),
+        is_spot=lambda node: str(get_nested(node, "azure_arm_parameters", "priority")).lower() == "spot",
+        is_internal=_is_internal,
     ),
 }
 
 
 @dataclass(frozen=True)
-class Node:
-    """A node type of a file."""
+class NodeTypeConfig:
+    """A node type of a launcher file."""
 
     name: str
-    kind: Mapping[str, Any]
-    cloud: Cloud
+    spec: Mapping[str, Any]
+    cloud: CloudSchema
     is_head: bool
 
     @property
-    def config(self) -> Settings:
-        found = self.kind.get("node_config")
-        return found if isinstance(found, dict) else {}
+    def config(self) -> ConfigMapping:
+        node_config = self.spec.get("node_config")
+        return node_config if isinstance(node_config, dict) else {}
 
     @property
-    def instance(self) -> str | None:
-        found = get(self.config, *self.cloud.instance)
-        return found if isinstance(found, str) else None
+    def instance_type(self) -> str | None:
+        name = get_nested(self.config, *self.cloud.instance_type_path)
+        return name if isinstance(name, str) else None
 
     @property
     def is_spot(self) -> bool:
         return self.cloud.is_spot(self.config)
 
-    def place(self, *inner: str | int) -> Place:
-        return ("available_node_types", self.name, "node_config", *inner)
+    def path(self, *keys: str | int) -> YamlPath:
+        return ("available_node_types", self.name, "node_config", *keys)
 
 
-def nodes(document: Document) -> Iterator[Node]:
-    """The node types of a cloud that is in the table."""
+def iter_node_types(document: Document) -> Iterator[NodeTypeConfig]:
+    """Iterate over the node types of a supported cloud."""
     provider, types = document.get("provider", "type"), document.get("available_node_types")
     cloud = CLOUDS.get(provider) if isinstance(provider, str) else None
     if cloud is None or not isinstance(types, dict):
         return
-    head = document.get("head_node_type")
-    for name, kind in types.items():
-        if isinstance(kind, dict):
-            yield Node(name, kind, cloud, name == head)
+    head_type = document.get("head_node_type")
+    for name, spec in types.items():
+        if isinstance(spec, dict):
+            yield NodeTypeConfig(name, spec, cloud, name == head_type)

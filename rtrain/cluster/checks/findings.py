@@ -1,4 +1,4 @@
-"""What a check of a cluster's file has found, and what the file is read beside."""
+"""Findings of the checks of a cluster file, and their context."""
 
 import functools
 from collections.abc import Callable, Collection, Iterator
@@ -7,38 +7,41 @@ from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
-from rtrain.cluster.checks.yaml_document import Place
+from rtrain.cluster.checks.yaml_document import YamlPath
 
 Level = Literal["error", "warning"]
-Found = Iterator[tuple[int, str, str]]
-"""Line, what is wrong, and what to write instead."""
+RuleResults = Iterator[tuple[int, str, str]]
+"""Line, message and fix."""
+
+FILL_IN = "FILL-IN"
+"""Text of a cluster file at values that the user must write."""
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One thing that is wrong in a file."""
+class LintFinding:
+    """A problem of a file."""
 
     rule: str
     level: Level
     line: int
-    what: str
-    mend: str
+    message: str
+    fix: str
 
-    def text(self, file: str) -> str:
-        return f"{file}:{self.line}: {self.level}: {self.what}; {self.mend} [{self.rule}]"
+    def format(self, file: str) -> str:
+        return f"{file}:{self.line}: {self.level}: {self.message}; {self.fix} [{self.rule}]"
 
 
-def shown(place: Place) -> str:
-    """A place as people write it: `provider.region`, `setup_commands[2]`."""
+def format_path(path: YamlPath) -> str:
+    """Format a YAML path: `provider.region`, `setup_commands[2]`."""
     text = ""
-    for key in place:
+    for key in path:
         text += f"[{key}]" if isinstance(key, int) else f".{key}" if text else key
     return text or "the file"
 
 
 @functools.cache
-def installed(package: str) -> str | None:
-    """The version of an installed package; None without."""
+def installed_version(package: str) -> str | None:
+    """Version of an installed package; None if it is missing."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -46,16 +49,16 @@ def installed(package: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Around:
-    """What a file is read beside: the folder that it lies in, and what is installed where the check runs."""
+class LintContext:
+    """Context of a check: the folder of the file, and the installed versions."""
 
     folder: Path
-    version: Callable[[str], str | None] = installed
+    get_version: Callable[[str], str | None] = installed_version
     verbs: Collection[str] = field(default=())
-    """The verbs of rtrain's command line; none are checked where it is empty."""
+    """Verbs of rtrain's command line; empty disables the check."""
 
-    def constraints(self) -> dict[str, str]:
-        """Version by package, of the constraints.txt that lies beside the file."""
+    def load_constraints(self) -> dict[str, str]:
+        """Versions in the constraints.txt beside the file."""
         file = self.folder / "constraints.txt"
         lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
         pairs = (line.split(";")[0].strip().split("==") for line in lines if "==" in line)

@@ -1,11 +1,11 @@
-"""The shell commands of a cluster's file: where they stand, and what of them the rules read."""
+"""Parse the shell commands of a cluster file."""
 
 import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from rtrain.cluster.checks.yaml_document import Document, Place
+from rtrain.cluster.checks.yaml_document import Document, YamlPath
 
 SEPARATORS = "();&|"
 """Characters that end a simple command."""
@@ -14,81 +14,85 @@ HEAD_START, WORKER_START = "head_start_ray_commands", "worker_start_ray_commands
 
 @dataclass(frozen=True)
 class Command:
-    place: Place
+    path: YamlPath
     text: str
 
     @property
-    def on_head_alone(self) -> bool:
-        return str(self.place[0]).startswith("head_")
+    def is_head_only(self) -> bool:
+        return str(self.path[0]).startswith("head_")
 
     @property
-    def on_workers_alone(self) -> bool:
-        return str(self.place[0]).startswith("worker_") or self.place[0] == "available_node_types"
+    def is_worker_only(self) -> bool:
+        return str(self.path[0]).startswith("worker_") or self.path[0] == "available_node_types"
 
 
-def commands(document: Document) -> Iterator[Command]:
-    """Every command of a launcher's file, in the order of the file."""
-    for place, value in document.walk():
-        if isinstance(value, str) and len(place) > 1 and str(place[-2]).endswith("_commands"):
-            yield Command(place, value)
+def iter_commands(document: Document) -> Iterator[Command]:
+    """Iterate over all commands of a launcher file, in file order."""
+    for path, value in document.walk():
+        if isinstance(value, str) and len(path) > 1 and str(path[-2]).endswith("_commands"):
+            yield Command(path, value)
 
 
 @dataclass(frozen=True)
-class Start:
+class RayStart:
     """A `ray start` in a command."""
 
     command: Command
     options: dict[str, str]
-    """A flag has an empty value."""
+    """Options; the value of a flag is empty."""
     environment: dict[str, str]
-    """The variables that it is given there: exported before, or written before it for itself alone."""
+    """Environment variables: exported before, or set for this command only."""
 
 
-def starts(document: Document) -> Iterator[Start]:
-    """Every `ray start` of the document; a command may have several."""
-    for command in commands(document):
+def iter_ray_starts(document: Document) -> Iterator[RayStart]:
+    """Iterate over all `ray start` commands; a shell command may have several."""
+    for command in iter_commands(document):
         exported = dict[str, str]()
-        for listed in parts(command.text):
-            own = _assigned(listed)
-            if listed[:1] == ["export"]:
-                exported |= own
-            ray = next((n for n, word in enumerate(listed[:-1]) if _names_ray(word) and listed[n + 1] == "start"), None)
-            if ray is not None:
-                yield Start(command, options(listed[ray + 2 :]), exported | _assigned(listed[:ray]))
+        for words in split_commands(command.text):
+            assignments = _parse_assignments(words)
+            if words[:1] == ["export"]:
+                exported |= assignments
+            position = next(
+                (n for n, word in enumerate(words[:-1]) if _is_ray_executable(word) and words[n + 1] == "start"), None
+            )
+            if position is not None:
+                yield RayStart(
+                    command, parse_options(words[position + 2 :]), exported | _parse_assignments(words[:position])
+                )
 
 
-def parts(text: str) -> list[list[str]]:
-    """The words of each simple command of a shell command; what is quoted is one word."""
+def split_commands(text: str) -> list[list[str]]:
+    """Split a shell command into simple commands and their words; quoted text is one word."""
     text = re.sub(r"(?m)^\s*#.*$", "", text.replace("\\\n", " ")).replace("\n", " ; ")
     lexer = shlex.shlex(text, posix=True, punctuation_chars=SEPARATORS)
     lexer.whitespace_split, lexer.commenters = True, ""
-    found: list[list[str]] = [[]]
+    commands: list[list[str]] = [[]]
     try:
         for word in lexer:
             if set(word) <= set(SEPARATORS):
-                found.append([])
+                commands.append([])
             else:
-                found[-1].append(word)
+                commands[-1].append(word)
     except ValueError:  # unbalanced quotes
-        found = [part.split() for part in re.split(r"[;&|\n]", text)]
-    return [part for part in found if part]
+        commands = [part.split() for part in re.split(r"[;&|\n]", text)]
+    return [part for part in commands if part]
 
 
-def _assigned(listed: list[str]) -> dict[str, str]:
-    named = (word.partition("=") for word in listed if re.match(r"[A-Za-z_]\w*=", word))
-    return {name: value for name, _, value in named}
+def _parse_assignments(words: list[str]) -> dict[str, str]:
+    pairs = (word.partition("=") for word in words if re.match(r"[A-Za-z_]\w*=", word))
+    return {name: value for name, _, value in pairs}
 
 
-def _names_ray(word: str) -> bool:
+def _is_ray_executable(word: str) -> bool:
     return word.rpartition("/")[2] == "ray"
 
 
-def options(listed: list[str]) -> dict[str, str]:
+def parse_options(words: list[str]) -> dict[str, str]:
     """Options of a command line, written `--name=value` or `--name value`."""
-    found: dict[str, str] = {}
-    for place, word in enumerate(listed):
+    options: dict[str, str] = {}
+    for position, word in enumerate(words):
         if word.startswith("--"):
-            name, given, value = word.partition("=")
-            following = listed[place + 1] if place + 1 < len(listed) else "--"
-            found[name] = value if given else "" if following.startswith("-") else following
-    return found
+            name, has_value, value = word.partition("=")
+            following = words[position + 1] if position + 1 < len(words) else "--"
+            options[name] = value if has_value else "" if following.startswith("-") else following
+    return options

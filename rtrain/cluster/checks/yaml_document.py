@@ -1,7 +1,6 @@
-"""A YAML file with the line of each of its values.
+"""YAML documents with the line of each value.
 
-A place is the tuple of keys and indices that leads to a value. A value that stands in the file once and is taken over
-by an alias has the line at which it stands.
+A path is the tuple of keys and indices of a value. A value behind an alias has the line of its anchor.
 """
 
 import math
@@ -13,55 +12,54 @@ import yaml
 
 from rtrain.core.errors import ConfigError, Problem
 
-Place = tuple[str | int, ...]
+YamlPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True)
 class Document:
-    """One YAML document, read."""
+    """A parsed YAML document."""
 
     text: str
-    """The whole file's."""
+    """Text of the whole file."""
     value: Any
-    lines: Mapping[Place, int]
-    """Line, from 1, at which the key of an entry stands, or an element begins."""
+    lines: Mapping[YamlPath, int]
+    """1-based line of each key or list element."""
 
-    def get(self, *place: str | int, default: Any = None) -> Any:
-        """The value at a place; `default` where there is none."""
-        found = self.value
-        for key in place:
+    def get(self, *path: str | int, default: Any = None) -> Any:
+        """The value at a path; `default` if missing."""
+        value = self.value
+        for key in path:
             try:
-                found = found[key]
+                value = value[key]
             except (KeyError, IndexError, TypeError):
                 return default
-        return found
+        return value
 
-    def line(self, *place: str | int) -> int:
-        """The line of a place, or of the innermost that exists around it."""
-        while place not in self.lines and place:
-            place = place[:-1]
-        return self.lines.get(place, 1)
+    def line(self, *path: str | int) -> int:
+        """The line of a path, or of its innermost existing parent."""
+        while path not in self.lines and path:
+            path = path[:-1]
+        return self.lines.get(path, 1)
 
-    def within(self, place: Place, words: str) -> int:
-        """The line of a text's first part `words`, from the line of `place` on; that line itself where it is not
-        found there."""
-        start = self.line(*place)
-        for number, line in enumerate(self.text.splitlines()[start - 1 :], start):
-            if words in line:
+    def line_of_text(self, path: YamlPath, text: str) -> int:
+        """The line of the first `text` at or after the line of `path`; the line of `path` if it is not found."""
+        first_line = self.line(*path)
+        for number, line in enumerate(self.text.splitlines()[first_line - 1 :], first_line):
+            if text in line:
                 return number
-        return start
+        return first_line
 
-    def walk(self, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-        """Every value below a place, with its own place."""
-        found = self.get(*place)
-        entries: Any = found.items() if isinstance(found, dict) else enumerate(found) if isinstance(found, list) else ()
+    def walk(self, path: YamlPath = ()) -> Iterator[tuple[YamlPath, Any]]:
+        """Iterate over all values below a path, with their paths."""
+        node = self.get(*path)
+        entries: Any = node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
         for key, value in entries:
-            yield (*place, key), value
-            yield from self.walk((*place, key))
+            yield (*path, key), value
+            yield from self.walk((*path, key))
 
 
-class Unreadable(Exception):
-    """A text is no YAML. Holds what is wrong and its line."""
+class InvalidYaml(Exception):
+    """The text is invalid YAML; holds the reason and its line."""
 
     def __init__(self, reason: str, line: int):
         super().__init__(reason)
@@ -69,60 +67,58 @@ class Unreadable(Exception):
 
 
 @dataclass
-class _Reading:
+class _LineRecorder:
     loader: yaml.SafeLoader
-    lines: dict[Place, int] = field(default_factory=dict)
+    lines: dict[YamlPath, int] = field(default_factory=dict)
 
-    def take(self, node: yaml.Node, place: Place) -> None:
+    def record(self, node: yaml.Node, path: YamlPath) -> None:
         if isinstance(node, yaml.MappingNode):
             for key, value in node.value:
-                # `<<`, which takes over another map's entries, has no value of its own.
-                merged = key.tag == "tag:yaml.org,2002:merge"
-                name = key.value if merged else self.loader.construct_object(key, deep=True)
-                self.lines[(*place, name)] = key.start_mark.line + 1
-                self.take(value, (*place, name))
+                # The merge key `<<` has no value of its own.
+                is_merge_key = key.tag == "tag:yaml.org,2002:merge"
+                name = key.value if is_merge_key else self.loader.construct_object(key, deep=True)
+                self.lines[(*path, name)] = key.start_mark.line + 1
+                self.record(value, (*path, name))
         elif isinstance(node, yaml.SequenceNode):
             for number, value in enumerate(node.value):
-                self.lines[(*place, number)] = value.start_mark.line + 1
-                self.take(value, (*place, number))
+                self.lines[(*path, number)] = value.start_mark.line + 1
+                self.record(value, (*path, number))
 
 
-def read(text: str) -> list[Document]:
-    """The documents of a file; an empty one is left out. Raises `Unreadable`."""
-    loader, found = None, []
+def parse_documents(text: str) -> list[Document]:
+    """Parse the documents of a file; empty ones are skipped. Raises `InvalidYaml`."""
+    loader, documents = None, []
     try:
         loader = yaml.SafeLoader(text)
         while loader.check_node():
             node: Any = loader.get_node()
-            reading = _Reading(loader)
-            reading.take(node, ())
+            recorder = _LineRecorder(loader)
+            recorder.record(node, ())
             value = loader.construct_document(node)
             if value is not None:
-                reading.lines[()] = node.start_mark.line + 1
-                found.append(Document(text, value, reading.lines))
-    # RecursionError: an alias inside of its own anchor. ValueError: a date that the calendar has not.
+                recorder.lines[()] = node.start_mark.line + 1
+                documents.append(Document(text, value, recorder.lines))
+    # RecursionError: an alias inside its own anchor. ValueError: an invalid date.
     except (yaml.YAMLError, RecursionError, TypeError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
-        raise Unreadable(str(getattr(error, "problem", None) or error), mark.line + 1 if mark else 1) from None
+        raise InvalidYaml(str(getattr(error, "problem", None) or error), mark.line + 1 if mark else 1) from None
     finally:
         if loader is not None:
             loader.dispose()
-    return found
+    return documents
 
 
-def number(value: object, name: str) -> float:
-    """A number of a cluster's file, which may be anything where nobody has looked at the file before. Raises
-    `ConfigError`."""
+def require_number(value: object, name: str) -> float:
+    """Require a number of an unchecked cluster file. Raises `ConfigError`."""
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return float(value)
-    fix = "write a number; rtrain cluster lint says what else"
-    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no number", fix, code="wrong_type")])
+    fix = "write a number; run rtrain cluster lint"
+    raise ConfigError([Problem(f"{name} of the cluster's file", value, "is not a number", fix, code="wrong_type")])
 
 
-def mapping(value: object, name: str) -> dict[Any, Any]:
-    """A map of a cluster's file, as `number` has a number; an empty one where nothing is written. Raises
-    `ConfigError`."""
+def require_mapping(value: object, name: str) -> dict[Any, Any]:
+    """Require a map of an unchecked cluster file; empty if missing. Raises `ConfigError`."""
     if value is None or isinstance(value, dict):
         return value or {}
-    fix = f"write {name.rpartition('.')[2]}: {{NAME: VALUE}}; rtrain cluster lint says what else"
+    fix = f"write {name.rpartition('.')[2]}: {{NAME: VALUE}}; run rtrain cluster lint"
     raise ConfigError([Problem(f"{name} of the cluster's file", value, "is no map", fix, code="wrong_type")])

@@ -1,6 +1,6 @@
-"""A log's copy in a storage that takes whole files alone: in parts, of which only the last is sent again.
+"""Copy a growing log to object storage, in chunks: only the last chunk is sent again.
 
-The parts of `NAME.log` are that file itself, then `NAME.log.0001`, `NAME.log.0002` and so on, in their order.
+The chunks of `NAME.log` are that file, then `NAME.log.0001`, `NAME.log.0002`, and so on.
 """
 
 import re
@@ -8,94 +8,101 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from rtrain.cluster.jobs import job_names
-from rtrain.core.errors import UserError, hide
+from rtrain.core.errors import UserError, redact
 
-PART_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 
 
-def parts(files: Any, place: str) -> list[tuple[str, int]]:
-    """The parts of the log at `place` of a file system, each with its size in bytes."""
-    folder, _, name = place.rpartition("/")
-    files.invalidate_cache(folder)
-    if not files.exists(place):
+def list_chunks(filesystem: Any, log_path: str) -> list[tuple[str, int]]:
+    """List the chunks of the log at `log_path`, with their sizes in bytes."""
+    folder, _, name = log_path.rpartition("/")
+    filesystem.invalidate_cache(folder)
+    if not filesystem.exists(log_path):
         return []
     pattern = re.compile(rf"{re.escape(name)}(\.\d{{4,}})?")
-    found = [(path, one["size"]) for one in files.ls(folder, detail=True) if (path := one["name"])]
-    mine = [(path, size) for path, size in found if pattern.fullmatch(path.rpartition("/")[2])]
-    return sorted(mine, key=lambda part: (len(part[0]), part[0]))
+    entries = [(path, entry["size"]) for entry in filesystem.ls(folder, detail=True) if (path := entry["name"])]
+    chunks = [(path, size) for path, size in entries if pattern.fullmatch(path.rpartition("/")[2])]
+    return sorted(chunks, key=lambda part: (len(part[0]), part[0]))
 
 
-def read(files: Any, place: str) -> bytes | None:
-    """The whole log; None where there is none."""
-    found = parts(files, place)
-    return b"".join(files.cat_file(path) for path, _ in found) if found else None
+def read_log(filesystem: Any, log_path: str) -> bytes | None:
+    """Read the whole log; None if it is missing."""
+    chunks = list_chunks(filesystem, log_path)
+    return b"".join(filesystem.cat_file(path) for path, _ in chunks) if chunks else None
 
 
-class Copied:
-    """The copy of one log, which is appended to. `open` before the first new line, `put` for what has come since."""
+class ChunkedLog:
+    """The remote copy of one append-only log. Call `connect` before the first new line, and `flush` to send new
+    lines."""
 
     def __init__(self, log: Path, url: str):
         self._log, self._url = log, url
-        self._begun = self._size()
-        """Bytes of the log that are of earlier starts."""
+        self._previous_bytes = self._log_size()
+        """Bytes of the log from earlier jobs."""
         self._is_open = False
-        self._place, self._last, self._tail, self._sent = "", 0, b"", 0
+        self._remote_path, self._chunk_index, self._last_chunk, self._sent_bytes = "", 0, b"", 0
 
-    def _size(self) -> int:
+    def _log_size(self) -> int:
         return self._log.stat().st_size if self._log.is_file() else 0
 
-    def open(self) -> None:
-        """Look at what is there; where that is longer than the log, as after the loss of its folder, the log begins
-        with it. Raises what the storage raises: then `put` looks again, and what is there stays before what is new."""
+    def connect(self) -> None:
+        """Read the remote log. If it is longer than the local log, since the folder was lost, the local log begins with
+        it. Storage errors propagate: `flush` then retries, and the remote lines stay first."""
         import fsspec
 
         self._files: Any
-        self._files, self._place = fsspec.core.url_to_fs(self._url)
-        self._files.makedirs(self._place.rpartition("/")[0], exist_ok=True)
-        found = parts(self._files, self._place)
-        total = sum(size for _, size in found)
-        if total > self._begun and self._size() == self._begun:
+        self._files, self._remote_path = fsspec.core.url_to_fs(self._url)
+        self._files.makedirs(self._remote_path.rpartition("/")[0], exist_ok=True)
+        chunks = list_chunks(self._files, self._remote_path)
+        total_bytes = sum(size for _, size in chunks)
+        if total_bytes > self._previous_bytes and self._log_size() == self._previous_bytes:
             self._fetch()
-            self._begun = total
-        is_whole = not found or found[-1][1] >= PART_BYTES
-        self._last = len(found) if is_whole else len(found) - 1
-        self._tail = b"" if is_whole else self._files.cat_file(found[-1][0])
-        self._sent, self._is_open = min(total, self._begun), True
+            self._previous_bytes = total_bytes
+        is_last_full = not chunks or chunks[-1][1] >= CHUNK_BYTES
+        self._chunk_index = len(chunks) if is_last_full else len(chunks) - 1
+        self._last_chunk = b"" if is_last_full else self._files.cat_file(chunks[-1][0])
+        self._sent_bytes, self._is_open = min(total_bytes, self._previous_bytes), True
 
     def _fetch(self) -> None:
         self._log.parent.mkdir(parents=True, exist_ok=True)
         draft = self._log.with_name(f"{self._log.name}.draft")
-        draft.write_bytes(read(self._files, self._place) or b"")
+        draft.write_bytes(read_log(self._files, self._remote_path) or b"")
         draft.replace(self._log)
 
-    def put(self) -> None:
-        """Send what has come. Raises what the storage raises; the next call sends that again."""
+    def flush(self) -> None:
+        """Send new lines. Storage errors propagate; the next call sends them again."""
         if not self._is_open:
-            self.open()
+            self.connect()
         with self._log.open("rb") as file:
-            while file.seek(self._sent) is not None and (new := file.read(PART_BYTES - len(self._tail))):
-                part = self._tail + new
-                self._files.pipe_file(f"{self._place}.{self._last:04d}" if self._last else self._place, part)
-                self._sent += len(new)
-                self._last, self._tail = (self._last, part) if len(part) < PART_BYTES else (self._last + 1, b"")
+            while file.seek(self._sent_bytes) is not None and (
+                new_bytes := file.read(CHUNK_BYTES - len(self._last_chunk))
+            ):
+                chunk = self._last_chunk + new_bytes
+                self._files.pipe_file(
+                    f"{self._remote_path}.{self._chunk_index:04d}" if self._chunk_index else self._remote_path, chunk
+                )
+                self._sent_bytes += len(new_bytes)
+                self._chunk_index, self._last_chunk = (
+                    (self._chunk_index, chunk) if len(chunk) < CHUNK_BYTES else (self._chunk_index + 1, b"")
+                )
 
 
-def find_log(run: str, storage: str | None) -> str | None:
-    """All lines of a run's jobs, from beside its folder or from its storage; None where there are none. `run`: its
-    folder, or its name where storage is named."""
-    beside = Path(job_names.log_of(PurePosixPath(Path(run).expanduser().absolute())))
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8", errors="replace")
+def read_run_log(run: str, storage: str | None) -> str | None:
+    """Read all lines of a run's jobs, from beside its folder or from its storage; None if missing. `run`: its folder,
+    or its name if storage is given."""
+    local_log = Path(job_names.log_path(PurePosixPath(Path(run).expanduser().absolute())))
+    if local_log.is_file():
+        return local_log.read_text(encoding="utf-8", errors="replace")
     if storage is None:
         return None
     import fsspec
 
     try:
-        files, place = fsspec.core.url_to_fs(f"{job_names.stored(storage, PurePosixPath(run).name)}.log")
-        found = read(files, place)
-    except Exception as error:  # every kind of storage has errors of its own
-        shown, reason = hide(storage), hide(str(error)) or type(error).__name__
+        filesystem, log_path = fsspec.core.url_to_fs(f"{job_names.storage_path(storage, PurePosixPath(run).name)}.log")
+        content = read_log(filesystem, log_path)
+    except Exception as error:  # storage backends raise errors of their own
+        redacted, reason = redact(storage), redact(str(error)) or type(error).__name__
         raise UserError(
-            f"--storage {shown} cannot be read: {reason}; see its address and your credentials", code="unreachable"
+            f"--storage {redacted} cannot be read: {reason}; see its address and your credentials", code="unreachable"
         ) from None
-    return None if found is None else found.decode("utf-8", errors="replace")
+    return None if content is None else content.decode("utf-8", errors="replace")

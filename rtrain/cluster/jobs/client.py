@@ -1,4 +1,4 @@
-"""Jobs on a cluster, by Ray's job API: asked for, watched, read, stopped."""
+"""Jobs on a cluster, by Ray's job API: submit, follow, read, stop."""
 
 import asyncio
 import logging
@@ -12,300 +12,309 @@ from typing import Any, NamedTuple
 
 from rtrain import ray_internals
 from rtrain.cluster.jobs import job_names, upload
-from rtrain.core.errors import Ended, TryAgain, UserError, hide
+from rtrain.core.errors import CommandInterruptedError, TemporaryFailureError, UserError, redact
 
 IGNORE_GITIGNORE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
 DEFAULT_EXCLUDES = "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES"
-ALL_FILES = {IGNORE_GITIGNORE: "1", DEFAULT_EXCLUDES: ""}
-"""With these in its environment, Ray's client leaves nothing out of a folder."""
+INCLUDE_ALL_FILES = {IGNORE_GITIGNORE: "1", DEFAULT_EXCLUDES: ""}
+"""Environment in which Ray's client uploads every file of a folder."""
 
-DEFAULT = "http://127.0.0.1:8265"
-STOP_S = 60
-"""Seconds that a job which is told to end has for it. By default Ray kills what it has started after 3: an endpoint
-would cut its requests off, and a run not say that it was interrupted."""
-LAST_LINES = 12
-
-
-class Waiting(NamedTuple):
-    """How long the head is waited for, in seconds."""
-
-    look_every_s: float = 1.0
-    agent_s: float = 60.0
-    """Until the head's agent is there: the API answers some seconds before it takes jobs."""
-    patience_s: float = 30.0
-    """Without an answer of the head, after which a watched job counts as lost with it."""
+DEFAULT_ADDRESS = "http://127.0.0.1:8265"
+STOP_GRACE_S = 60
+"""Seconds that a job may take to stop. Ray's default is 3: an endpoint would drop its requests, and a run could not
+report the interruption."""
+TAIL_LINES = 12
 
 
-class Job(NamedTuple):
+class PollingPolicy(NamedTuple):
+    """Timeouts for the head, in seconds."""
+
+    poll_interval_s: float = 1.0
+    agent_timeout_s: float = 60.0
+    """Until the head's agent is up: the API responds some seconds before it accepts jobs."""
+    head_timeout_s: float = 30.0
+    """Without a response of the head until a followed job counts as lost."""
+
+
+class JobInfo(NamedTuple):
     id: str
     status: str
     entrypoint: str
-    started: float | None
+    started_at: float | None
     """Seconds since 1970."""
-    ended: float | None
+    ended_at: float | None
     driver_exit_code: int | None
     error: str | None
-    """Why it has failed, in Ray's words; None for one that has not."""
+    """Ray's error of a failed job; None otherwise."""
 
 
-PATIENT = Waiting()
+DEFAULT_POLLING = PollingPolicy()
 
 
-class Jobs:
-    """The job API at `address`; None stands for RAY_API_SERVER_ADDRESS, or this machine's port 8265."""
+class JobClient:
+    """The job API at `address`; None: RAY_API_SERVER_ADDRESS, or port 8265 of this machine."""
 
-    def __init__(self, address: str | None = None, client: Any = None, waiting: Waiting = PATIENT):
-        """`client`: a JobSubmissionClient; None to make one."""
-        self._waiting = waiting
-        self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT
+    def __init__(self, address: str | None = None, client: Any = None, polling: PollingPolicy = DEFAULT_POLLING):
+        """`client`: a JobSubmissionClient; None creates one."""
+        self._polling = polling
+        self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
         if not self.address.startswith(("http://", "https://")):
             raise UserError(
-                f"{self.address}: not the address of a job API; write one such as {DEFAULT}", code="invalid_address"
+                f"{self.address}: not the address of a job API; write one such as {DEFAULT_ADDRESS}",
+                code="invalid_address",
             )
         self._client: Any = client
         if client is None:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
-            logging.getLogger("ray").setLevel(logging.ERROR)  # it would tell each step of an upload
+            logging.getLogger("ray").setLevel(logging.ERROR)  # it logs each step of an upload
             from ray.job_submission import JobSubmissionClient
 
-            with self._asked(reads=True):
+            with self._translate_errors(is_read_only=True):
                 self._client = JobSubmissionClient(self.address)
 
-    def all(self) -> dict[str, Job]:
-        with self._asked(reads=True):
-            found = self._client.list_jobs()
+    def list_jobs(self) -> dict[str, JobInfo]:
+        with self._translate_errors(is_read_only=True):
+            details = self._client.list_jobs()
         return {
-            one.submission_id: Job(
-                one.submission_id,
-                str(getattr(one.status, "value", one.status)),
-                one.entrypoint or "",
-                one.start_time / 1000 if one.start_time else None,
-                one.end_time / 1000 if one.end_time else None,
-                one.driver_exit_code,
-                one.error_type,
+            detail.submission_id: JobInfo(
+                detail.submission_id,
+                str(getattr(detail.status, "value", detail.status)),
+                detail.entrypoint or "",
+                detail.start_time / 1000 if detail.start_time else None,
+                detail.end_time / 1000 if detail.end_time else None,
+                detail.driver_exit_code,
+                detail.error_type,
             )
-            for one in found
-            if one.submission_id
+            for detail in details
+            if detail.submission_id
         }
 
-    def of_run(self, name: str) -> list[Job]:
-        """The jobs of a run, in their order (`naming.meant`)."""
-        jobs = self.all()
-        return [jobs[job] for job in job_names.meant(name, list(jobs))]
+    def list_run_jobs(self, run: str) -> list[JobInfo]:
+        """The jobs of a run in order (`job_names.find_attempts`)."""
+        jobs = self.list_jobs()
+        return [jobs[job] for job in job_names.find_attempts(run, list(jobs))]
 
-    def submit(self, words: Sequence[str], files: upload.Upload, say: Callable[[str], None]) -> str:
-        """Ask for the job that `words` name; returns its id. One that is there already is left as it is."""
-        run = job_names.run_of(words)
-        base = job_names.identity(words, run)
-        known, decided = self._decided(base)
-        if isinstance(decided, job_names.Attach) and known[decided.job].status == "RUNNING":
-            self._wake(decided.job)
-            known, decided = self._decided(base)
-        entrypoint = shlex.join(["python", "-m", job_names.ENTRY, *words])
-        if isinstance(decided, job_names.Attach):
-            other = known[decided.job].entrypoint
-            with_words = "" if other == entrypoint else f", with other words ({hide(other)})"
-            say(f"{decided.job} is there already{with_words}: nothing is started")
-            return decided.job
-        say(f"{decided.job}: {files.text()}")
-        give_up = time.monotonic() + self._waiting.agent_s
-        with upload.copied(files) as folder, self._asked(), _all_files():
+    def submit(self, words: Sequence[str], files: upload.Upload, log: Callable[[str], None]) -> str:
+        """Submit the job of `words`; returns its id. A running job with that id is left alone."""
+        run = job_names.resolve_run_folder(words)
+        base_id = job_names.job_id(words, run)
+        known_jobs, decision = self._decide(base_id)
+        if isinstance(decision, job_names.ExistingJob) and known_jobs[decision.job_id].status == "RUNNING":
+            self._refresh(decision.job_id)
+            known_jobs, decision = self._decide(base_id)
+        entrypoint = shlex.join(["python", "-m", job_names.JOB_ENTRYPOINT, *words])
+        if isinstance(decision, job_names.ExistingJob):
+            running_entrypoint = known_jobs[decision.job_id].entrypoint
+            difference = (
+                "" if running_entrypoint == entrypoint else f", with another command ({redact(running_entrypoint)})"
+            )
+            log(f"{decision.job_id} is there already{difference}: nothing is started")
+            return decision.job_id
+        log(f"{decision.job_id}: {files.describe()}")
+        deadline = time.monotonic() + self._polling.agent_timeout_s
+        with upload.temporary_copy(files) as folder, self._translate_errors(), _include_all_files():
             while True:
                 try:
                     self._client.submit_job(
                         entrypoint=entrypoint,
-                        submission_id=decided.job,
+                        submission_id=decision.job_id,
                         runtime_env={
                             "working_dir": str(folder),
-                            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_S)},
+                            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S)},
                         },
                         metadata={"rtrain_run": str(run or "")},
                     )
-                    return decided.job
+                    return decision.job_id
                 except (RuntimeError, OSError) as error:
-                    if "already exists" in str(error):  # another command has asked for it meanwhile
-                        say(f"{decided.job} is there already: nothing is started")
-                        return decided.job
-                    broke_off = _broke_off(error)
-                    if not (broke_off or "No available agent" in str(error)) or time.monotonic() > give_up:
+                    if "already exists" in str(error):  # another command submitted it meanwhile
+                        log(f"{decision.job_id} already exists: nothing is started")
+                        return decision.job_id
+                    has_disconnected = _is_disconnect(error)
+                    if not (has_disconnected or "No available agent" in str(error)) or time.monotonic() > deadline:
                         raise
-                time.sleep(self._waiting.look_every_s)
-                if broke_off and decided.job in self.all():  # it was taken, and its answer lost
-                    return decided.job
+                time.sleep(self._polling.poll_interval_s)
+                if has_disconnected and decision.job_id in self.list_jobs():  # it was accepted, and the response lost
+                    return decision.job_id
 
-    def _decided(self, base: str) -> tuple[dict[str, Job], job_names.Attach | job_names.Start]:
-        known = self.all()
-        return known, job_names.decide(base, {job.id: job.status for job in known.values()})
+    def _decide(self, base_id: str) -> tuple[dict[str, JobInfo], job_names.ExistingJob | job_names.NewJob]:
+        known_jobs = self.list_jobs()
+        return known_jobs, job_names.attach_or_start(base_id, {job.id: job.status for job in known_jobs.values()})
 
-    def _wake(self, job: str) -> None:
+    def _refresh(self, job: str) -> None:
         """Force the head to refresh a job that is marked RUNNING.
 
-        A head that came back with the contents of its Redis checks the supervisors of its jobs once its own agent gets
-        a request, and not before: jobs that were lost with the old processes would run for ever. A submission under
-        the id of a known job is such a request and changes nothing: the agent refuses it before it starts or writes
-        anything. To delete the job would remove the record of one that has ended meanwhile, and a log is read by the
-        agent of the job's machine, which may be gone."""
-        with suppress(UserError, RuntimeError), self._asked():
+        A head that restarted from its Redis checks the supervisors of its jobs only when its own agent gets a request:
+        otherwise jobs that died with the old processes would stay RUNNING. Submitting the id of a known job is such a
+        request without effect: the agent refuses it before it starts or writes anything. Deleting the job would remove
+        the record of a job that has ended meanwhile, and reading a log needs the agent of the job's machine, which may
+        be gone.
+        """
+        with suppress(UserError, RuntimeError), self._translate_errors():
             self._client.submit_job(entrypoint="true", submission_id=job)
-        time.sleep(self._waiting.look_every_s)
+        time.sleep(self._polling.poll_interval_s)
 
-    def nodes(self) -> str:
-        """What the autoscaler says of nodes and demand; as `ray status` prints it."""
-        with self._asked(reads=True):
-            told = ray_internals.cluster_status(self._client)
-        return (told or "the cluster says nothing of its nodes").strip()
+    def cluster_status(self) -> str:
+        """The autoscaler's status of nodes and demand, as `ray status` prints it."""
+        with self._translate_errors(is_read_only=True):
+            status = ray_internals.cluster_status(self._client)
+        return (status or "the cluster reports no nodes").strip()
 
     def head_ip(self) -> str | None:
-        """The address of the head's node; None where the API does not say it."""
-        with self._asked(reads=True):
+        """The IP address of the head; None if the API does not report it."""
+        with self._translate_errors(is_read_only=True):
             return ray_internals.head_ip(self._client)
 
-    def logs(self, job: str) -> str:
-        with self._asked():
+    def get_logs(self, job: str) -> str:
+        with self._translate_errors():
             return str(self._client.get_job_logs(job))
 
     def stop(self, job: str) -> bool:
-        with self._asked():
+        with self._translate_errors():
             return bool(self._client.stop_job(job))
 
-    def await_line(self, job: str, sign: str) -> str:
-        """The line of a job's log that begins with `sign`, once it is there. Raises `Ended` where the job ends first,
-        with its exit code and its last lines."""
+    def wait_for_line(self, job: str, prefix: str) -> str:
+        """Wait for a line of a job's log that begins with `prefix`. Raises `CommandInterruptedError` if the job ends
+        first, with its exit code and last lines."""
         while True:
-            if (found := self.all().get(job)) is None:
-                raise _forgotten(job)
-            log = self.logs(job)
-            line = next((line for line in log.splitlines() if line.startswith(sign)), None)
+            if (job_info := self.list_jobs().get(job)) is None:
+                raise _unknown_job_error(job)
+            log = self.get_logs(job)
+            line = next((line for line in log.splitlines() if line.startswith(prefix)), None)
             if line is not None:
                 return line
-            if found.status in job_names.ENDED:
-                code = job_names.exit_code(found.status, found.driver_exit_code, found.error) or UserError.exit_code
-                last = "\n".join(log.strip().splitlines()[-LAST_LINES:])
-                raise Ended(f"{job} has ended as {found.status}; its last lines:\n{last}", code)
-            time.sleep(self._waiting.look_every_s)
+            if job_info.status in job_names.FINAL_STATUSES:
+                code = (
+                    job_names.exit_code(job_info.status, job_info.driver_exit_code, job_info.error)
+                    or UserError.exit_code
+                )
+                tail = "\n".join(log.strip().splitlines()[-TAIL_LINES:])
+                raise CommandInterruptedError(f"{job} has ended as {job_info.status}; its last lines:\n{tail}", code)
+            time.sleep(self._polling.poll_interval_s)
 
-    def watch(self, job: str, show: Callable[[str], None]) -> Job:
-        """Show a job's lines as they come, until it has ended. Raises `TryAgain` where the head is lost meanwhile."""
-        shown, answered = 0, time.monotonic()
+    def watch(self, job: str, show: Callable[[str], None]) -> JobInfo:
+        """Stream a job's log until it ends. Raises `TemporaryFailureError` if the head is lost meanwhile."""
+        shown, answered_at = 0, time.monotonic()
 
-        def new(text: str) -> None:  # counted at once: a stream may break off after any portion
+        def show_new(text: str) -> None:  # counted at once: a stream may break off at any chunk
             nonlocal shown
             shown += len(text)
             show(text)
 
         while True:
             try:
-                found = self.all().get(job)
-                self._tail(job, shown, new)
-                answered = time.monotonic()
+                job_info = self.list_jobs().get(job)
+                self._tail(job, shown, show_new)
+                answered_at = time.monotonic()
             except (UserError, OSError):
-                if time.monotonic() - answered > self._waiting.patience_s:
-                    raise TryAgain(
-                        f"the head at {self.address} does not answer any more; submit the same command again when it "
-                        "does: the run goes on from its storage",
+                if time.monotonic() - answered_at > self._polling.head_timeout_s:
+                    raise TemporaryFailureError(
+                        f"the head at {self.address} does not respond; submit the same command again later: the run "
+                        "resumes from its storage",
                         code="head_lost",
                     ) from None
-                found = None
+                job_info = None
             else:
-                if found is None:
-                    raise _forgotten(job)
-                if found.status in job_names.ENDED:
-                    rest = self.logs(job)
-                    if len(rest) > shown:
-                        show(rest[shown:])
-                    return found
-            time.sleep(self._waiting.look_every_s)
+                if job_info is None:
+                    raise _unknown_job_error(job)
+                if job_info.status in job_names.FINAL_STATUSES:
+                    unseen = self.get_logs(job)
+                    if len(unseen) > shown:
+                        show(unseen[shown:])
+                    return job_info
+            time.sleep(self._polling.poll_interval_s)
 
-    def _tail(self, job: str, already: int, show: Callable[[str], None]) -> None:
-        """Show what follows the first `already` characters, until the stream ends, breaks off or is silent for long: a
-        head whose machine is gone closes no connection, and the caller is to ask whether it is there."""
+    def _tail(self, job: str, offset: int, show: Callable[[str], None]) -> None:
+        """Show the log after the first `offset` characters, until the stream ends, breaks off or stays silent: a head
+        whose machine is gone closes no connection, so the caller must probe it."""
 
         from aiohttp import ClientError
 
         async def follow() -> None:
-            seen, portions = 0, aiter(self._client.tail_job_logs(job))
-            while (portion := await asyncio.wait_for(anext(portions, None), self._waiting.patience_s)) is not None:
-                if new := portion[max(0, already - seen) :]:
-                    show(new)
-                seen += len(portion)
+            received, portions = 0, aiter(self._client.tail_job_logs(job))
+            while (portion := await asyncio.wait_for(anext(portions, None), self._polling.head_timeout_s)) is not None:
+                if new_text := portion[max(0, offset - received) :]:
+                    show(new_text)
+                received += len(portion)
 
-        # The job has not begun, its log is not there yet, or the connection is cut.
+        # The job has not started, its log does not exist yet, or the connection broke.
         with suppress(RuntimeError, TimeoutError, ClientError):
             asyncio.run(follow())
 
     @contextmanager
-    def _asked(self, *, reads: bool = False) -> Iterator[None]:
-        """Turn the errors of Ray's client into a line for the user. `reads`: the block only reads what the address
-        answers, so that any other error comes from an answer that is not Ray's."""
+    def _translate_errors(self, *, is_read_only: bool = False) -> Iterator[None]:
+        """Translate errors of Ray's client into one line. `is_read_only`: the block only reads responses, so any other
+        error comes from a server that is not Ray's."""
         try:
             yield
         except ConnectionError as error:
-            first = str(error).strip().splitlines()[0]
+            first_line = str(error).strip().splitlines()[0]
             raise UserError(
-                f"no job API answers at {self.address} ({first}); start the cluster, and forward its port: "
+                f"no job API responds at {self.address} ({first_line}); start the cluster, and forward its port: "
                 "ray dashboard cluster.yaml",
                 code="unreachable",
             ) from None
         except Exception as error:
             text = str(error)
-            if _is_refusal(error, text):
+            if _is_unauthorized(error, text):
                 raise UserError(
-                    f"{self.address} asks for the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
-                    "the file that ray rsync-down has brought",
+                    f"{self.address} requires the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
+                    "the file of ray rsync-down",
                     code="wrong_token",
                 ) from None
-            told = _FAILED.search(text)
-            if told is not None or _broke_off(error):
-                why = told[0] if told else "the connection broke off"
+            failure = _SERVER_ERROR.search(text)
+            if failure is not None or _is_disconnect(error):
+                reason = failure[0] if failure else "the connection broke off"
                 raise UserError(
-                    f"the head at {self.address} fails ({why}): it is starting, ending or has too much to do; ask "
-                    "again, and read its logs where that does not help",
+                    f"the head at {self.address} fails ({reason}): it is starting, stopping or overloaded; retry, then "
+                    "read its logs",
                     code="unreachable",
                 ) from None
-            if reads and isinstance(error, LookupError | TypeError | ValueError | RuntimeError | OSError):
-                first = next(iter(text.strip().splitlines()), "")
+            if is_read_only and isinstance(error, LookupError | TypeError | ValueError | RuntimeError | OSError):
+                first_line = next(iter(text.strip().splitlines()), "")
                 raise UserError(
-                    f"{self.address} does not answer as Ray's job API does ({type(error).__name__}: {first}); write "
-                    f"the address that ray dashboard forwards, {DEFAULT} by default",
+                    f"{self.address} does not respond like Ray's job API ({type(error).__name__}: {first_line}); "
+                    "write "
+                    f"the address that ray dashboard forwards, {DEFAULT_ADDRESS} by default",
                     code="not_ray",
                 ) from None
             raise
 
 
-_FAILED = re.compile(r"status code 5\d\d.*")
-"""In the errors of Ray's client: its proxy found nobody to answer, or the answer was an error."""
+_SERVER_ERROR = re.compile(r"status code 5\d\d.*")
+"""Fragments of errors of Ray's client: its proxy got no response or an error."""
 
 
 @contextmanager
-def _all_files() -> Iterator[None]:
-    """Ray's client leaves out what a .gitignore of the folder names, and every folder called venv or __pycache__; git
-    tracks some of that all the same, and it was promised to go along."""
-    before = {name: os.environ.get(name) for name in ALL_FILES}
-    os.environ.update(ALL_FILES)
+def _include_all_files() -> Iterator[None]:
+    """Upload every file: Ray's client skips files in .gitignore, and all folders called venv or __pycache__, although
+    git may track them."""
+    previous = {name: os.environ.get(name) for name in INCLUDE_ALL_FILES}
+    os.environ.update(INCLUDE_ALL_FILES)
     try:
         yield
     finally:
-        for name, value in before.items():
+        for name, value in previous.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
 
 
-def _forgotten(job: str) -> TryAgain:
-    """Its head was started anew meanwhile."""
-    return TryAgain(f"{job} is not known here any more; submit the same command again", code="head_restarted")
+def _unknown_job_error(job: str) -> TemporaryFailureError:
+    """The job is unknown: its head was restarted."""
+    return TemporaryFailureError(
+        f"{job} is unknown to this cluster; submit the same command again", code="head_restarted"
+    )
 
 
-def _broke_off(error: Exception) -> bool:
-    """Whether the head closed a connection that it had taken, or took none: its API ends with its process, and on a
-    head that has too much to do."""
+def _is_disconnect(error: Exception) -> bool:
+    """Whether the head closed or refused a connection: its API ends with its process, and under overload."""
     from requests import exceptions
 
     return isinstance(error, exceptions.ConnectionError | exceptions.Timeout)
 
 
-def _is_refusal(error: Exception, text: str) -> bool:
+def _is_unauthorized(error: Exception, text: str) -> bool:
     return "Authentication" in type(error).__name__ or any(
-        told in text for told in ("status code 401", "status code 403", "Unauthorized", "authentication token")
+        fragment in text for fragment in ("status code 401", "status code 403", "Unauthorized", "authentication token")
     )

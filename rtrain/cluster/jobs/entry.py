@@ -1,9 +1,8 @@
-"""The entry point of a job that can be tried again: `python -m rtrain.cluster.jobs.entry VERB ARGUMENTS`.
+"""Entry point of a resumable job: `python -m rtrain.cluster.jobs.entry VERB ARGUMENTS`.
 
-It runs the verb under the supervisor of jobs, resumes a run that is there, and writes every line that is printed to a
-log beside the run as well, so that it can be read when the cluster is gone. Where `cluster.storage` is set, the log is
-copied there, and beside it whose it is: the copy of another run of the same name is left as it is. It imports neither
-Ray nor torch.
+It runs the verb under the supervisor, resumes an existing run, and copies all output to a log beside the run, which
+remains readable after the cluster is gone. With `cluster.storage`, the log is copied there too, with a file that names
+its owner: a remote copy of another run of the same name is left alone. It imports neither Ray nor torch.
 """
 
 import os
@@ -20,171 +19,184 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 from rtrain import config
 from rtrain.cluster import supervisor
 from rtrain.cluster.jobs import job_names
-from rtrain.cluster.jobs.chunked_log_upload import Copied
-from rtrain.core.errors import TryAgain, UserError, hide
+from rtrain.cluster.jobs.chunked_log_upload import ChunkedLog
+from rtrain.core.errors import TemporaryFailureError, UserError, redact
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-COPY_EVERY_S = 30.0
-LEFT_S = 10.0
-"""Seconds in which the last lines of what was started must come."""
-Found = TypeVar("Found")
+COPY_INTERVAL_S = 30.0
+FLUSH_TIMEOUT_S = 10.0
+"""Seconds in which the last lines of child processes must arrive."""
+T = TypeVar("T")
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit code of the verb; 75 where its run is to be gone on with (`supervise.again`)."""
+    """Run a job; returns the verb's exit code, or 75 if the job should be submitted again
+    (`supervisor.job_exit_code`)."""
     try:
-        found = job_names.run_of(words)
+        run_folder = job_names.resolve_run_folder(words)
     except UserError as error:
         sys.stderr.write(f"rtrain: {error}\n")
         return error.exit_code
-    if found is None:
-        return _alone(words)
-    run = Path(found)
-    storage = storage_of(words, run)
-    supervised = words[0] in job_names.SUPERVISED
-    other, away, arguments = None, None, list(words)
+    if run_folder is None:
+        return _run_unsupervised(words)
+    run = Path(run_folder)
+    storage = resolve_storage(words, run)
+    is_supervised = words[0] in job_names.SUPERVISED_VERBS
+    other_folder, storage_error, arguments = None, None, list(words)
     try:
-        other = other_run(words, run, storage)
-        arguments = resumed(arguments, run, None if other else storage) if supervised else arguments
-    except TryAgain as error:
-        away = error
-    mine = storage if other is None else None
-    with kept(Path(job_names.log_of(found)), mine and f"{job_names.stored(mine, run.name)}.log"):
+        other_folder = find_other_run(words, run, storage)
+        arguments = resume_if_present(arguments, run, None if other_folder else storage) if is_supervised else arguments
+    except TemporaryFailureError as error:
+        storage_error = error
+    log_storage = storage if other_folder is None else None
+    with tee_output(
+        Path(job_names.log_path(run_folder)), log_storage and f"{job_names.storage_path(log_storage, run.name)}.log"
+    ):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-        if away is not None:
-            sys.stderr.write(f"--- {stamp} rtrain: {away}\n")
-            return away.exit_code
-        if other is not None:
+        if storage_error is not None:
+            sys.stderr.write(f"--- {stamp} rtrain: {storage_error}\n")
+            return storage_error.exit_code
+        if other_folder is not None:
             sys.stdout.write(
-                f"--- {stamp} rtrain: cluster.storage has the copy of another run of this name, {other}: nothing of it "
-                "is taken over, and this log is not copied there; name another storage or --out, or write --resume "
-                "where it is this run, moved\n"
+                f"--- {stamp} rtrain: cluster.storage has the remote copy of another run of this name, {other_folder}; "
+                "it is not used, and this log is not copied there. Name another storage or --out, or write --resume "
+                "if this run was moved\n"
             )
-        if mine is not None:
-            _note(mine, run)
-        sys.stdout.write(f"--- {stamp} rtrain {hide(shlex.join(arguments))}\n")
+        if log_storage is not None:
+            _record_owner(log_storage, run)
+        sys.stdout.write(f"--- {stamp} rtrain {redact(shlex.join(arguments))}\n")
         sys.stdout.flush()
-        return supervisor.supervise(arguments, run) if supervised else _alone(arguments)
+        return supervisor.supervise(arguments, run) if is_supervised else _run_unsupervised(arguments)
 
 
-def _alone(words: Sequence[str]) -> int:
-    code = supervisor.child(list(words))
+def _run_unsupervised(words: Sequence[str]) -> int:
+    code = supervisor.run_child(list(words))
     return code if code >= 0 else 128 - code
 
 
-def storage_of(words: Sequence[str], run: Path) -> str | None:
-    """`cluster.storage` of the verb's configuration: that of the run, where it is there, else of the recipe or of the
-    run that the words name; with what they set. What is wrong in it is the verb's to say."""
-    given, known = job_names.given(words), run / "config.yaml"
-    named = Path(given or "", "config.yaml")
-    # Where nothing is named, any recipe does: by default none has a storage.
-    source = str(known) if known.is_file() else str(named) if named.is_file() else given or config.recipe_names()[0]
+def resolve_storage(words: Sequence[str], run: Path) -> str | None:
+    """Resolve `cluster.storage` of the verb: from the run if it exists, else from the named recipe or run, with the
+    overrides of the words. The verb itself reports errors in them."""
+    recipe_or_run, run_config = job_names.first_positional(words), run / "config.yaml"
+    named_config = Path(recipe_or_run or "", "config.yaml")
+    # Without a name any recipe will do: none sets a storage by default.
+    source = (
+        str(run_config)
+        if run_config.is_file()
+        else str(named_config)
+        if named_config.is_file()
+        else recipe_or_run or config.list_recipe_names()[0]
+    )
     try:
         overrides = dict(config.parse_assignment(text) for text in job_names.assignments(words))
-        # The run's own file has resolved what else the words set, and would contradict it.
-        told = {name: value for name, value in overrides.items() if name == "cluster.storage"}
-        storage = config.load(source, told).deploy.cluster.storage
+        # The run's file already includes the other overrides, and would conflict with them.
+        storage_override = {name: value for name, value in overrides.items() if name == "cluster.storage"}
+        storage = config.load_config(source, storage_override).deploy.cluster.storage
     except UserError:
         return None
     return storage if storage is None or "://" in storage else os.path.abspath(os.path.expanduser(storage))
 
 
-def resumed(words: list[str], run: Path, storage: str | None) -> list[str]:
-    """The words with --resume where the run is there, or its copy, in place of what they say of it themselves. Raises
-    `TryAgain` where the storage does not answer: a run that begins anew would take the place of the one there."""
-    found = supervisor.resumed(words, run)
-    if "--resume" not in found and storage and _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
-        return [*found, "--resume"]
-    return found
+def resume_if_present(words: list[str], run: Path, storage: str | None) -> list[str]:
+    """Add --resume if the run or its remote copy exists. Raises `TemporaryFailureError` if the storage does not
+    respond: a new run would overwrite the copy."""
+    resumed_words = supervisor.with_resume_flag(words, run)
+    if "--resume" not in resumed_words and storage and _exists(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
+        return [*resumed_words, "--resume"]
+    return resumed_words
 
 
-def other_run(words: Sequence[str], run: Path, storage: str | None) -> str | None:
-    """The folder of the run whose copy the storage has under this one's name, where that is another: runs in other
-    folders may have one name. None where the words say --resume, and where nothing tells the folder. Raises `TryAgain`
-    as `resumed` does: a run that is there goes on while its storage is away."""
+def find_other_run(words: Sequence[str], run: Path, storage: str | None) -> str | None:
+    """The folder of another run whose remote copy has this run's name, else None; also None with --resume, and if the
+    owner is unknown. Raises `TemporaryFailureError` like `resume_if_present`; an existing run resumes while its storage
+    is down."""
     if storage is None or "--resume" in words:
         return None
     try:
-        if not _is_there(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
+        if not _exists(f"{storage.rstrip('/')}/{run.name}/config.yaml"):
             return None
-        whose = (_ask(f"{job_names.stored(storage, run.name)}.run", _text) or "").strip()
-    except TryAgain:
+        owner = (_query_storage(f"{job_names.storage_path(storage, run.name)}.run", _read_text) or "").strip()
+    except TemporaryFailureError:
         if (run / "config.yaml").is_file():
             return None
         raise
-    return whose if whose and whose != str(run) else None
+    return owner if owner and owner != str(run) else None
 
 
-def _text(files: Any, path: str) -> str:
-    """What a file holds; nothing where there is none."""
-    return files.cat_file(path).decode(errors="replace") if files.exists(path) else ""
+def _read_text(filesystem: Any, path: str) -> str:
+    """Read a file; empty if it is missing."""
+    return filesystem.cat_file(path).decode(errors="replace") if filesystem.exists(path) else ""
 
 
-def _note(storage: str, run: Path) -> None:
-    """Keep beside the log's copy whose it is, and the run's."""
+def _record_owner(storage: str, run: Path) -> None:
+    """Record the owner beside the remote log."""
     import fsspec
 
-    with suppress(Exception):  # of any kind: the verb says what is wrong with its storage
-        files, path = fsspec.core.url_to_fs(f"{job_names.stored(storage, run.name)}.run")
-        files.makedirs(path.rpartition("/")[0], exist_ok=True)
-        files.pipe_file(path, f"{run}\n".encode())
+    with suppress(Exception):  # of any kind: the verb reports storage errors
+        filesystem, path = fsspec.core.url_to_fs(f"{job_names.storage_path(storage, run.name)}.run")
+        filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+        filesystem.pipe_file(path, f"{run}\n".encode())
 
 
-def _is_there(url: str) -> bool:
-    return _ask(url, lambda files, path: bool(files.exists(path))) or False
+def _exists(url: str) -> bool:
+    return _query_storage(url, lambda files, path: bool(files.exists(path))) or False
 
 
-def _ask(url: str, ask: Callable[[Any, str], Found]) -> Found | None:
-    """What `ask` finds there; None where the verb is to say what is wrong."""
+def _query_storage(url: str, query: Callable[[Any, str], T]) -> T | None:
+    """Run `query` on a storage; None if the verb itself will report the error."""
     import fsspec
 
     try:
         try:
-            files, path = fsspec.core.url_to_fs(url)
-        except (ValueError, ImportError):  # not a storage: the verb says so, and which setting names it
+            filesystem, path = fsspec.core.url_to_fs(url)
+        except (ValueError, ImportError):  # not a storage: the verb reports the setting
             return None
-        return ask(files, path)
-    except Exception as error:  # each kind of storage has its own; some connect as they are opened
-        told = f"{type(error).__name__}: {error}".strip().splitlines()[0]
-        if _REFUSED.search(told):  # which time does not mend: the verb asks again, and says what to look at
+        return query(filesystem, path)
+    except Exception as error:  # backends raise errors of their own; some connect on open
+        message = f"{type(error).__name__}: {error}".strip().splitlines()[0]
+        if _ACCESS_DENIED.search(message):  # permanent: the verb retries, and reports it
             return None
-        raise TryAgain(
-            f"cluster.storage: {hide(url)} does not answer ({hide(told)}); the same job, submitted again, goes on",
+        raise TemporaryFailureError(
+            f"cluster.storage: {redact(url)} does not respond ({redact(message)}); submit the same job again to resume",
             code="unreachable",
         ) from error
 
 
-_REFUSED = re.compile(
+_ACCESS_DENIED = re.compile(
     r"credential|permission|forbidden|denied|unauthori[sz]ed|authentic|\b(?:40[13]|530)\b", re.IGNORECASE
 )
-"""In what storages say to those who may not ask; the classes of their errors have nothing in common."""
+"""Fragments of access errors; their exception classes have no common base."""
 
 
 @contextmanager
-def kept(log: Path, copy: str | None) -> "Iterator[None]":
-    """While the block runs, what this process and its children print goes to the file `log` too; and to the URL
-    `copy`, now and then and at the end. A log that cannot be written is said, and ends nothing.
+def tee_output(log: Path, copy_url: str | None) -> "Iterator[None]":
+    """Copy the output of this process and its children to the file `log` while the block runs, and periodically to the
+    URL `copy_url`. An unwritable log is reported, and stops nothing.
 
-    What is at `copy` and no longer in `log`, since the folder was lost, comes first in both.
+    If the folder was lost, the lines at `copy_url` come first in both.
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    out, err = os.dup(1), os.dup(2)
-    copied = Copied(log, copy) if copy else None
-    if copied is not None:
+    stdout_fd, stderr_fd = os.dup(1), os.dup(2)
+    chunked_log = ChunkedLog(log, copy_url) if copy_url else None
+    if chunked_log is not None:
         try:
-            copied.open()
-        except Exception as error:  # any kind of storage; the first copy looks again
-            _write(err, f"rtrain: the log at {hide(str(copy))} cannot be read: {hide(str(error))}\n".encode())
-    reading, writing = os.pipe()
-    os.dup2(writing, 1)
-    os.dup2(writing, 2)
-    os.close(writing)
-    ended = threading.Event()
-    reader = threading.Thread(target=_tee, args=(reading, out, log), name="rtrain-log", daemon=True)
-    copier = threading.Thread(target=_copy, args=(log, copied, ended, err), name="rtrain-log-copy")
+            chunked_log.connect()
+        except Exception as error:  # any backend; the first copy retries
+            _write(
+                stderr_fd, f"rtrain: the log at {redact(str(copy_url))} cannot be read: {redact(str(error))}\n".encode()
+            )
+    read_fd, write_fd = os.pipe()
+    os.dup2(write_fd, 1)
+    os.dup2(write_fd, 2)
+    os.close(write_fd)
+    stop_event = threading.Event()
+    reader = threading.Thread(target=_tee, args=(read_fd, stdout_fd, log), name="rtrain-log", daemon=True)
+    copier = threading.Thread(
+        target=_copy_periodically, args=(log, chunked_log, stop_event, stderr_fd), name="rtrain-log-copy"
+    )
     reader.start()
     copier.start()
     try:
@@ -192,55 +204,55 @@ def kept(log: Path, copy: str | None) -> "Iterator[None]":
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        os.dup2(out, 1)
-        os.dup2(err, 2)
-        reader.join(LEFT_S)  # a process that outlives its parent may hold the other end
-        ended.set()
+        os.dup2(stdout_fd, 1)
+        os.dup2(stderr_fd, 2)
+        reader.join(FLUSH_TIMEOUT_S)  # an orphaned process may hold the other end
+        stop_event.set()
         copier.join()
-        for one in () if reader.is_alive() else (reading, out, err):
-            os.close(one)
+        for fd in () if reader.is_alive() else (read_fd, stdout_fd, stderr_fd):
+            os.close(fd)
 
 
-def _tee(reading: int, out: int, log: Path) -> None:
+def _tee(read_fd: int, stdout_fd: int, log: Path) -> None:
     file: IO[bytes] | None = None
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         file = log.open("ab")
     except OSError as error:
-        _write(out, f"rtrain: no log at {log}: {error}\n".encode())
-    while portion := os.read(reading, 1 << 16):
-        _write(out, portion)
+        _write(stdout_fd, f"rtrain: no log at {log}: {error}\n".encode())
+    while portion := os.read(read_fd, 1 << 16):
+        _write(stdout_fd, portion)
         if file is not None:
             try:
                 file.write(portion)
                 file.flush()
             except OSError as error:
-                _write(out, f"rtrain: the log {log} goes on no more: {error}\n".encode())
+                _write(stdout_fd, f"rtrain: the log {log} stopped: {error}\n".encode())
                 file = None
     if file is not None:
         file.close()
 
 
-def _write(to: int, portion: bytes) -> None:
-    """Write what can be written, to a disk that is full nothing: the pipe must be read on, or the training would wait
-    in its next line for ever."""
+def _write(fd: int, portion: bytes) -> None:
+    """Write as much as possible, and nothing to a full disk: the pipe must be drained, or the training would block on
+    its next line."""
     with suppress(OSError):
         while portion:
-            portion = portion[os.write(to, portion) :]
+            portion = portion[os.write(fd, portion) :]
 
 
-def _copy(log: Path, copied: Copied | None, ended: threading.Event, err: int) -> None:
-    failed = False
-    while copied is not None:
-        last = ended.wait(COPY_EVERY_S)
+def _copy_periodically(log: Path, chunked_log: ChunkedLog | None, stop_event: threading.Event, stderr_fd: int) -> None:
+    has_failed = False
+    while chunked_log is not None:
+        is_last = stop_event.wait(COPY_INTERVAL_S)
         try:
             if log.is_file():
-                copied.put()
-        except Exception as error:  # any kind of storage; the next look may do better
-            if not failed:
-                failed = True
-                _write(err, f"rtrain: the log {log} is not copied: {hide(str(error))}\n".encode())
-        if last:
+                chunked_log.flush()
+        except Exception as error:  # any backend; the next copy retries
+            if not has_failed:
+                has_failed = True
+                _write(stderr_fd, f"rtrain: the log {log} is not copied: {redact(str(error))}\n".encode())
+        if is_last:
             return
 
 

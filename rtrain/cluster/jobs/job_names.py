@@ -1,4 +1,4 @@
-"""Which run a job makes, what the job is called, and whether asking for it again starts another one. Pure."""
+"""Names of jobs: the run that a command writes, the job's id, and whether a new submission attaches or starts. Pure."""
 
 import hashlib
 import re
@@ -7,82 +7,81 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
-from rtrain.core.errors import ConfigError, Problem, TryAgain
+from rtrain.core.errors import ConfigError, Problem, TemporaryFailureError
 
-SUPERVISED = ("train", "tune", "distill")
-"""Verbs that write a run folder, which they resume."""
-MAKE_RUNS = (*SUPERVISED, "demo")
-"""Verbs that write a folder, beside which their lines are kept."""
-LOGS = ".jobs"
-"""Folder beside the runs, with a log for each."""
-ENDED = ("SUCCEEDED", "FAILED", "STOPPED")
-FLAGS = (
-    *("--all", "--alone", "--choose-k", "--dry-run", "--full", "--insecure", "--int8", "--json", "--new"),
-    *("--no-texts", "--overwrite", "--planted", "--print-config", "--resume", "--rollback", "--scores", "--search"),
-    *("--stores", "--text", "--ungated", "--update", "--with-wheels", "--yes"),
+SUPERVISED_VERBS = ("train", "tune", "distill")
+"""Verbs that write and resume a run folder."""
+RUN_VERBS = (*SUPERVISED_VERBS, "demo")
+"""Verbs that write a folder; their logs lie beside it."""
+LOG_FOLDER = ".jobs"
+"""Folder of logs beside the runs."""
+FINAL_STATUSES = ("SUCCEEDED", "FAILED", "STOPPED")
+VALUELESS_OPTIONS = (
+    *("--all", "--choose-k", "--dry-run", "--full", "--insecure", "--int8", "--json", "--new"),
+    *("--no-texts", "--overwrite", "--inject-bugs", "--print-config", "--resume", "--rollback", "--scores", "--search"),
+    *("--standalone", "--stores", "--text", "--ungated", "--update", "--with-wheels", "--yes"),
 )
-"""Options that take no value, whichever verb has them."""
-ENTRY = "rtrain.cluster.jobs.entry"
-LONGEST = 60
-DIGITS = 8
-"""Digits of the digest that tells jobs apart whose runs have one name."""
+"""Options without a value, of any verb."""
+JOB_ENTRYPOINT = "rtrain.cluster.jobs.entry"
+MAX_NAME_LENGTH = 60
+DIGEST_LENGTH = 8
+"""Digits of the digest that distinguishes jobs of equal run names."""
 
 
-def option(words: Sequence[str], name: str) -> str | None:
-    """The value of an option in the words of a command, the last one where there are several."""
-    found = None
-    for place, word in enumerate(words):
-        if word == name and place + 1 < len(words):
-            found = words[place + 1]
+def option_value(words: Sequence[str], name: str) -> str | None:
+    """The last value of an option in a command."""
+    value = None
+    for position, word in enumerate(words):
+        if word == name and position + 1 < len(words):
+            value = words[position + 1]
         elif word.startswith(f"{name}="):
-            found = word.partition("=")[2]
-    return found
+            value = word.partition("=")[2]
+    return value
 
 
 def assignments(words: Sequence[str]) -> list[str]:
-    """What `--set` is given, in its order."""
-    behind = [(place, words[place + 1]) for place, word in enumerate(words[:-1]) if word == "--set"]
-    joined = [(place, word.partition("=")[2]) for place, word in enumerate(words) if word.startswith("--set=")]
-    return [text for _, text in sorted(behind + joined)]
+    """The values of `--set`, in order."""
+    separate = [(index, words[index + 1]) for index, word in enumerate(words[:-1]) if word == "--set"]
+    inline = [(index, word.partition("=")[2]) for index, word in enumerate(words) if word.startswith("--set=")]
+    return [text for _, text in sorted(separate + inline)]
 
 
-def arguments(words: Sequence[str]) -> list[str]:
-    """What a verb is given: its words that are no options, nor the values of some."""
-    found, value_follows = [], False
+def positional_arguments(words: Sequence[str]) -> list[str]:
+    """Positional arguments of a verb: words that are neither options nor their values."""
+    positionals, value_follows = [], False
     for word in words[1:]:
         if value_follows:
             value_follows = False
         elif word.startswith("-"):
-            value_follows = "=" not in word and word not in FLAGS
+            value_follows = "=" not in word and word not in VALUELESS_OPTIONS
         else:
-            found.append(word)
-    return found
+            positionals.append(word)
+    return positionals
 
 
-def given(words: Sequence[str]) -> str | None:
-    """The recipe or the run that a verb is given: the first of its `arguments`."""
-    return next(iter(arguments(words)), None)
+def first_positional(words: Sequence[str]) -> str | None:
+    """The recipe or run of a verb: the first of its `positional_arguments`."""
+    return next(iter(positional_arguments(words)), None)
 
 
-def run_of(words: Sequence[str]) -> PurePosixPath | None:
-    """The run folder that a command makes; None for a verb that makes none. Raises `ConfigError` for one that makes
-    a run and does not say where: the job's own folder is collected with the job. And for --new, since a job that is
-    asked for again goes on with its run: the words must name the same one each time."""
-    out = option(words, "--out")
-    if not words or words[0] not in MAKE_RUNS:
+def resolve_run_folder(words: Sequence[str]) -> PurePosixPath | None:
+    """The run folder that a command writes; None for other verbs. Raises `ConfigError` if --out is missing, since the
+    job's own folder is deleted with the job, and for --new, since a job that is submitted again must resume its run."""
+    out = option_value(words, "--out")
+    if not words or words[0] not in RUN_VERBS:
         return None
     if out is None or not out.startswith("/"):
         reason = "must be the absolute path of a folder that all nodes share"
         raise ConfigError([Problem("--out", out, reason, f"write --out /shared/runs/{words[0]}", code="not_absolute")])
     if "--new" in words:
-        reason = "a job that is asked for again goes on with its run, and this would begin another each time"
+        reason = "a job that is submitted again resumes its run, and --new would begin another one"
         raise ConfigError(
             [
                 Problem(
                     "--new",
                     None,
                     reason,
-                    f"name another --out in its place, such as {out}-2",
+                    f"name another --out instead, such as {out}-2",
                     code="conflicting_settings",
                 )
             ]
@@ -90,106 +89,110 @@ def run_of(words: Sequence[str]) -> PurePosixPath | None:
     return PurePosixPath(out)
 
 
-def log_of(run: PurePosixPath) -> PurePosixPath:
-    return run.parent / LOGS / f"{run.name}.log"
+def log_path(run: PurePosixPath) -> PurePosixPath:
+    return run.parent / LOG_FOLDER / f"{run.name}.log"
 
 
-def stored(storage: str, name: str) -> str:
-    """Where the storage has what is kept beside the run of that name: its log, NAME.log, and its folder, NAME.run."""
-    return f"{storage.rstrip('/')}/{LOGS}/{name}"
+def storage_path(storage: str, name: str) -> str:
+    """Base path in the storage of the run's log, NAME.log, and its owner file, NAME.run."""
+    return f"{storage.rstrip('/')}/{LOG_FOLDER}/{name}"
 
 
-def identity(words: Sequence[str], run: PurePosixPath | None) -> str:
-    """What the job is called: the run's name, of an endpoint that of what it serves too, else the verb's; and a digest
-    of the run's whole path, of all artefacts', or of all words. It is the same for the same request alone."""
-    served = [word.rstrip("/") for word in arguments(words)] if [*words[:1]] == ["serve"] else []
-    name = run.name if run else served_name(served[0]) if served else words[0] if words else "job"
-    asked = str(run or shlex.join(served or words))
-    return f"rtrain-{_plain(name)[:LONGEST]}-{hashlib.sha256(asked.encode()).hexdigest()[:DIGITS]}"
+def job_id(words: Sequence[str], run: PurePosixPath | None) -> str:
+    """The job's id: the run's name (for an endpoint also the artifact's run), else the verb's, and a digest of the
+    run's path, of all artifacts, or of all words. Equal requests have equal ids."""
+    served_paths = [word.rstrip("/") for word in positional_arguments(words)] if [*words[:1]] == ["serve"] else []
+    name = run.name if run else serving_job_name(served_paths[0]) if served_paths else words[0] if words else "job"
+    digest_source = str(run or shlex.join(served_paths or words))
+    digest = hashlib.sha256(digest_source.encode()).hexdigest()[:DIGEST_LENGTH]
+    return f"rtrain-{_sanitize(name)[:MAX_NAME_LENGTH]}-{digest}"
 
 
-def _plain(name: str) -> str:
-    """A name in the letters that a job's id may have."""
+def _sanitize(name: str) -> str:
+    """Sanitize a name for a job id."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "job"
 
 
-def served_name(artifact: str) -> str:
-    """What the job that serves an artefact is called: after its run, where it lies in one."""
+def serving_job_name(artifact: str) -> str:
+    """Name of an endpoint's job: after the run of its artifact, if there is one."""
     path = PurePosixPath(artifact.partition("://")[2] or artifact)
     return f"serve-{path.parent.name if path.name.startswith('artifact') and path.parent.name else path.name}"
 
 
-class Attach(NamedTuple):
-    """The job is there and has not ended: nothing is started."""
+class ExistingJob(NamedTuple):
+    """The job exists and has not ended: nothing is started."""
 
-    job: str
-
-
-class Start(NamedTuple):
-    """A job of that id is to be started."""
-
-    job: str
+    job_id: str
 
 
-def attempts(base: str, jobs: Sequence[str]) -> list[str]:
-    """The jobs of that name, in their order: NAME, NAME-try-2, NAME-try-3, ..."""
-    pattern = re.compile(rf"{re.escape(base)}(?:-try-(\d+))?")
-    found = [(int(match[1] or 1), job) for job in jobs if (match := pattern.fullmatch(job))]
-    return [job for _, job in sorted(found)]
+class NewJob(NamedTuple):
+    """A job to start, with its id."""
+
+    job_id: str
 
 
-def meant(run: str, jobs: Sequence[str]) -> list[str]:
-    """The jobs of a run, by its whole folder, its name or the job's own, in their order. Raises `ConfigError` where the
-    name is that of several runs."""
+def list_attempts(base_id: str, jobs: Sequence[str]) -> list[str]:
+    """The jobs of a base id in order: NAME, NAME-try-2, NAME-try-3, ..."""
+    pattern = re.compile(rf"{re.escape(base_id)}(?:-try-(\d+))?")
+    numbered_jobs = [(int(match[1] or 1), job) for job in jobs if (match := pattern.fullmatch(job))]
+    return [job for _, job in sorted(numbered_jobs)]
+
+
+def find_attempts(run: str, jobs: Sequence[str]) -> list[str]:
+    """The jobs of a run in order, by its full folder, its name or a job id. Raises `ConfigError` if several runs have
+    the name."""
     if run.startswith("/"):
-        return attempts(identity((), PurePosixPath(run)), jobs)
-    plain = _plain(PurePosixPath(run).name)
-    # A run's name is cut; a job's own has `rtrain-` before it, and a digest behind it.
-    lengths = (LONGEST, LONGEST + 1 + DIGITS)
-    names = {one[:length] for one in (plain, plain.removeprefix("rtrain-")) for length in lengths}
-    any_of = "|".join(map(re.escape, sorted(names)))
-    pattern = re.compile(rf"(rtrain-(?:{any_of})(?:-[0-9a-f]{{{DIGITS}}})?)(?:-try-\d+)?")
-    bases = sorted({match[1] for job in jobs if (match := pattern.fullmatch(job))})
-    if len(bases) > 1:
-        several = ", ".join(base.removeprefix("rtrain-") for base in bases)
+        return list_attempts(job_id((), PurePosixPath(run)), jobs)
+    sanitized = _sanitize(PurePosixPath(run).name)
+    # A run's name is truncated; a job id has the prefix `rtrain-` and a digest.
+    lengths = (MAX_NAME_LENGTH, MAX_NAME_LENGTH + 1 + DIGEST_LENGTH)
+    names = {prefix[:length] for prefix in (sanitized, sanitized.removeprefix("rtrain-")) for length in lengths}
+    alternatives = "|".join(map(re.escape, sorted(names)))
+    pattern = re.compile(rf"(rtrain-(?:{alternatives})(?:-[0-9a-f]{{{DIGEST_LENGTH}}})?)(?:-try-\d+)?")
+    base_ids = sorted({match[1] for job in jobs if (match := pattern.fullmatch(job))})
+    if len(base_ids) > 1:
+        several = ", ".join(base.removeprefix("rtrain-") for base in base_ids)
         raise ConfigError(
             [
                 Problem(
                     "run",
                     run,
-                    f"several jobs are called so: {several}",
+                    f"several jobs have this name: {several}",
                     "write one of these names",
                     code="ambiguous_name",
                 )
             ]
         )
-    return attempts(bases[0], jobs) if bases else []
+    return list_attempts(base_ids[0], jobs) if base_ids else []
 
 
-def decide(base: str, statuses: Mapping[str, str]) -> Attach | Start:
-    """What a request for the job `base` comes to. `statuses`: by id, of all jobs that the cluster knows."""
-    mine = attempts(base, list(statuses))
-    running = [job for job in mine if statuses[job] not in ENDED]
+def attach_or_start(base_id: str, statuses: Mapping[str, str]) -> ExistingJob | NewJob:
+    """Decide whether a request for the job `base_id` attaches to a job or starts a new one. `statuses`: all jobs of the
+    cluster by id."""
+    attempts = list_attempts(base_id, list(statuses))
+    running = [job for job in attempts if statuses[job] not in FINAL_STATUSES]
     if running:
-        return Attach(running[-1])
-    if not mine:
-        return Start(base)
-    last = re.fullmatch(r".*-try-(\d+)", mine[-1])
-    return Start(f"{base}-try-{int(last[1]) + 1 if last else 2}")
+        return ExistingJob(running[-1])
+    if not attempts:
+        return NewJob(base_id)
+    match = re.fullmatch(r".*-try-(\d+)", attempts[-1])
+    return NewJob(f"{base_id}-try-{int(match[1]) + 1 if match else 2}")
 
 
-LOST = ("JOB_SUPERVISOR_ACTOR_DIED", "JOB_SUPERVISOR_ACTOR_START_TIMEOUT", "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE")
-"""Ray's words for the end of a job that its verb had no part in, such as that of the head's processes."""
+INFRASTRUCTURE_ERRORS = (
+    "JOB_SUPERVISOR_ACTOR_DIED",
+    "JOB_SUPERVISOR_ACTOR_START_TIMEOUT",
+    "JOB_SUPERVISOR_ACTOR_UNKNOWN_FAILURE",
+)
+"""Ray's messages for a job that ended without its verb's fault, such as a failure of the head."""
 
 
-def exit_code(status: str, driver: int | None, error: str | None = None) -> int:
-    """The exit code of a command that has watched a job until it ended; 75 for one that is to be submitted anew.
-
-    `driver`: the exit code of the job's entry point, negative for a signal; None where it did not end by itself.
-    `error`: why, in Ray's words.
-    """
+def exit_code(status: str, driver_exit_code: int | None, error: str | None = None) -> int:
+    """The exit code of a command that followed a job to its end; 75 if the job should be submitted again.
+    `driver_exit_code`: exit code of the entry point, negative for a signal; None if it was killed. `error`: Ray's
+    message."""
     if status == "SUCCEEDED":
         return 0
-    if status == "FAILED" and (error in LOST if driver is None else driver < 0):
-        return TryAgain.exit_code
-    return driver if driver and driver > 0 else 1
+    if status == "FAILED" and (error in INFRASTRUCTURE_ERRORS if driver_exit_code is None else driver_exit_code < 0):
+        return TemporaryFailureError.exit_code
+    return driver_exit_code if driver_exit_code and driver_exit_code > 0 else 1

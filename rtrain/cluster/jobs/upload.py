@@ -1,4 +1,4 @@
-"""What a job takes along: the files of the folder that git tracks, and nothing else."""
+"""Files that a job uploads: the git-tracked files of the folder, and nothing else."""
 
 import os
 import shlex
@@ -12,95 +12,105 @@ from tempfile import TemporaryDirectory
 
 from rtrain.core.errors import UserError
 
-MOST_BYTES = 5_000_000
-LARGEST = 10
-NOT_NEEDED = ("benchmarks/", "docs/", "tests/")
-"""Folders of rtrain's own checkout that no job needs; they are more than half of it."""
-OWN = "rtrain/cluster/jobs/entry.py"
-"""By this file rtrain's own checkout is known."""
-IGNORES = ".rayignore"
-"""Ray's client leaves out what such a file names; it stays here, since all that is tracked goes along."""
+MAX_UPLOAD_BYTES = 5_000_000
+MAX_LISTED_FILES = 10
+EXCLUDED_FOLDERS = ("benchmarks/", "docs/", "tests/")
+"""Folders of rtrain's own checkout that no job needs: more than half of it."""
+PACKAGE_MARKER = "rtrain/cluster/jobs/entry.py"
+"""File that identifies rtrain's own checkout."""
+RAY_IGNORE_FILE = ".rayignore"
+"""Ray's client skips files listed in such a file; it is not uploaded, since all tracked files are."""
 
 
 @dataclass(frozen=True)
 class Upload:
     root: Path
     files: tuple[tuple[str, int], ...]
-    """(path, bytes), the largest first."""
-    left: int
-    """Files that git neither tracks nor ignores, which stay here."""
+    """(path, bytes), largest first."""
+    untracked_files: int
+    """Untracked files that are not ignored; they are not uploaded."""
 
     @property
-    def size(self) -> int:
+    def total_bytes(self) -> int:
         return sum(size for _, size in self.files)
 
-    def text(self) -> str:
-        told = f"{len(self.files)} tracked files, {self.size / 1e6:.1f} MB"
+    def describe(self) -> str:
+        summary = f"{len(self.files)} tracked files, {self.total_bytes / 1e6:.1f} MB"
         name, size = self.files[0] if self.files else ("none", 0)
-        stay = f"; {self.left} untracked stay here" if self.left else ""
-        return f"{told}, the largest {name} ({size / 1e6:.2f} MB){stay}"
+        untracked_note = f"; {self.untracked_files} untracked files are not uploaded" if self.untracked_files else ""
+        return f"{summary}, the largest {name} ({size / 1e6:.2f} MB){untracked_note}"
 
 
-def of(folder: Path, most: int = MOST_BYTES) -> Upload:
-    """The files of the git work tree that `folder` is the root of, with those of its submodules; of rtrain's own, those
-    that a job needs. Raises `UserError` where it is none or a part of one, where they are more than `most` bytes, where
-    a submodule is not here, and where a link leads to what is not tracked: what it leads to would go along."""
-    root = Path("".join(_git(folder, "rev-parse", "--show-toplevel")).removesuffix("\n"))
+def collect_upload(folder: Path, max_bytes: int = MAX_UPLOAD_BYTES) -> Upload:
+    """Collect the tracked files of the git work tree whose root is `folder`, submodules included; of rtrain's own
+    checkout only the needed ones. Raises `UserError` if `folder` is not a work tree's root, for more than `max_bytes`
+    bytes, for a missing submodule, and for a link to an untracked file, which would be uploaded."""
+    root = Path("".join(_run_git(folder, "rev-parse", "--show-toplevel")).removesuffix("\n"))
     if root.resolve() != folder.resolve():
         raise UserError(
-            f"{folder} is a part of the checkout {root}, and a job takes it along as a whole; call it there, or "
+            f"{folder} is a part of the checkout {root}, which a job uploads as a whole; run the command there, or "
             f"write --folder {shlex.quote(str(root))}",
             code="part_of_checkout",
         )
-    tracked = _git(folder, "ls-files", "-z", "--recurse-submodules")
-    own = {folder.resolve() / name for name in tracked}
-    if OWN in tracked:
-        tracked = [name for name in tracked if not name.startswith(NOT_NEEDED)]
-    there = [one for name in tracked for one in _meant(folder, name, own) if PurePosixPath(one).name != IGNORES]
-    files = [(name, (folder / name).stat().st_size) for name in there]
-    found = Upload(
+    tracked_names = _run_git(folder, "ls-files", "-z", "--recurse-submodules")
+    tracked_paths = {folder.resolve() / name for name in tracked_names}
+    if PACKAGE_MARKER in tracked_names:
+        tracked_names = [name for name in tracked_names if not name.startswith(EXCLUDED_FOLDERS)]
+    existing_names = [
+        file
+        for name in tracked_names
+        for file in _expand_tracked(folder, name, tracked_paths)
+        if PurePosixPath(file).name != RAY_IGNORE_FILE
+    ]
+    files = [(name, (folder / name).stat().st_size) for name in existing_names]
+    upload = Upload(
         folder,
         tuple(sorted(files, key=lambda file: (-file[1], file[0]))),
-        len(_git(folder, "ls-files", "-z", "--others", "--exclude-standard")),
+        len(_run_git(folder, "ls-files", "-z", "--others", "--exclude-standard")),
     )
-    if found.size > most:
-        listed = "\n".join(f"  {size / 1e6:8.2f} MB  {name}" for name, size in found.files[:LARGEST])
+    if upload.total_bytes > max_bytes:
+        largest_files = "\n".join(f"  {size / 1e6:8.2f} MB  {name}" for name, size in upload.files[:MAX_LISTED_FILES])
         raise UserError(
-            f"{folder}: its tracked files are {found.size / 1e6:.1f} MB, and a job takes {most / 1e6:.0f} along; the "
-            f"largest:\n{listed}\nKeep data out of git, and on the storage of the nodes; or give --most-mb",
+            f"{folder}: its tracked files are {upload.total_bytes / 1e6:.1f} MB; the maximum is "
+            f"{max_bytes / 1e6:.0f} MB. The largest:\n"
+            f"{largest_files}\nKeep data out of git, on storage of the nodes, or raise --max-mb",
             code="too_large",
         )
-    return found
+    return upload
 
 
-def _meant(folder: Path, name: str, own: Set[Path]) -> list[str]:
-    """The files for which a tracked name stands: one; for a link to a folder those that git tracks there (`own`, whole
-    paths), under the link's name; none where it was deleted."""
+def _expand_tracked(folder: Path, name: str, tracked_paths: Set[Path]) -> list[str]:
+    """Expand a tracked name into files: itself; for a link to a folder the tracked files in it (`tracked_paths`,
+    absolute), under the link's name; nothing if it was deleted."""
     path = folder / name
     if not os.path.lexists(path):
         return []
-    leads = path.resolve()
+    target = path.resolve()
     if path.is_symlink() and path.is_dir():
-        inner = [str(PurePosixPath(name, one.relative_to(leads))) for one in own if leads in one.parents]
-        found = [one for one in sorted(inner) if (folder / one).is_file()]
+        linked_names = [
+            str(PurePosixPath(name, tracked_path.relative_to(target)))
+            for tracked_path in tracked_paths
+            if target in tracked_path.parents
+        ]
+        names = [linked_name for linked_name in sorted(linked_names) if (folder / linked_name).is_file()]
     elif path.is_dir():
         raise UserError(
-            f"{path} is a repository in this one, and git lists no file of it here: git submodule update --init "
+            f"{path} is a submodule without files here: run git submodule update --init "
             f"{shlex.quote(name)}, or take it out of git",
             code="missing_submodule",
         )
     else:
-        found = [name]
-    if not found or any((folder / one).resolve() not in own for one in found):
+        names = [name]
+    if not names or any((folder / name).resolve() not in tracked_paths for name in names):
         raise UserError(
-            f"{path} leads to {leads}, which git does not track here; take it out of git", code="untracked_link"
+            f"{path} leads to {target}, which git does not track here; take it out of git", code="untracked_link"
         )
-    return found
+    return names
 
 
 @contextmanager
-def copied(upload: Upload) -> Iterator[Path]:
-    """A folder with copies of the files, for as long as the block runs."""
+def temporary_copy(upload: Upload) -> Iterator[Path]:
+    """A folder with copies of the files, while the block runs."""
     with TemporaryDirectory(prefix="rtrain-upload-") as folder:
         for name, _ in upload.files:
             target = Path(folder, name)
@@ -109,24 +119,22 @@ def copied(upload: Upload) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _git(folder: Path, *words: str) -> list[str]:
+def _run_git(folder: Path, *words: str) -> list[str]:
     try:
-        done = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=False)
+        completed = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=False)
     except FileNotFoundError:
+        raise UserError("git is missing; install it: a job uploads tracked files", code="not_installed") from None
+    if completed.returncode:
+        reason = completed.stderr.decode(errors="replace").strip().splitlines()
         raise UserError(
-            "git is not here, by which the files of a job are chosen; install it", code="not_installed"
-        ) from None
-    if done.returncode:
-        reason = done.stderr.decode(errors="replace").strip().splitlines()
-        raise UserError(
-            f"{folder} is no git work tree ({reason[-1] if reason else 'git failed'}), and a job takes along what git "
-            "tracks; name one with --folder, make one (git init), or use ray job submit, which takes all files",
+            f"{folder} is not a git work tree ({reason[-1] if reason else 'git failed'}); a job uploads tracked files. "
+            "Name one with --folder, create one (git init), or use ray job submit",
             code="no_git",
         )
     try:
-        return [name.decode() for name in done.stdout.split(b"\0") if name]
+        return [name.decode() for name in completed.stdout.split(b"\0") if name]
     except UnicodeDecodeError as error:
         name = ascii(os.fsdecode(error.object))
         raise UserError(
-            f"{folder}: the name {name} is no UTF-8, and Ray takes no such file along; rename it", code="not_utf8"
+            f"{folder}: the name {name} is not UTF-8, which Ray cannot upload; rename it", code="not_utf8"
         ) from None

@@ -1,5 +1,5 @@
-"""What is wrong in manifests for KubeRay, where its schemas say nothing: they take any cluster without a token, any
-entry point, and pods that go without a word. (kubeconform checks by the schemas, kube-linter rights and limits.)"""
+"""Rules for KubeRay manifests that its schemas do not check: clusters without a token, invalid entry points, pods
+without draining. (kubeconform checks schemas, kube-linter permissions and limits.)"""
 
 import importlib.util
 import posixpath
@@ -11,173 +11,183 @@ from typing import Any
 
 import yaml
 
-from rtrain.cluster.checks.clouds import get
-from rtrain.cluster.checks.findings import Around, Finding, Found, Level
-from rtrain.cluster.checks.shell_commands import options
-from rtrain.cluster.checks.yaml_document import Document, Place
+from rtrain.cluster.checks.clouds import get_nested
+from rtrain.cluster.checks.findings import Level, LintContext, LintFinding, RuleResults
+from rtrain.cluster.checks.shell_commands import parse_options
+from rtrain.cluster.checks.yaml_document import Document, YamlPath
 from rtrain.cluster.jobs import job_names
 from rtrain.cluster.kubernetes import manifests
 from rtrain.core.errors import ConfigError
 
 Documents = list[Document]
-Check = Callable[[Documents, Around], Found]
-CLUSTERS: Mapping[str, Place] = {
+ManifestRule = Callable[[Documents, LintContext], RuleResults]
+CLUSTER_SPEC_PATHS: Mapping[str, YamlPath] = {
     "RayCluster": ("spec",),
     "RayJob": ("spec", "rayClusterSpec"),
     "RayService": ("spec", "rayClusterConfig"),
 }
-"""Where each kind has its cluster."""
-VERSION = "k8s-version"
-"""The rule that compares the Ray of the manifests with that of this machine."""
-OWN_VOLUMES = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
-"""Kinds of volumes that are a pod's own, or hold no run."""
+"""Path of the cluster spec, by kind."""
+VERSION_RULE = "k8s-version"
+"""Rule that compares the manifests' Ray version with the local one."""
+POD_LOCAL_VOLUMES = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "ephemeral")
+"""Volume types that are local to a pod, or cannot hold a run."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A part of a document."""
+class DocumentView:
+    """A node of a document."""
 
     document: Document
-    place: Place
+    path: YamlPath
 
     @property
     def value(self) -> Any:
-        return self.document.get(*self.place)
+        return self.document.get(*self.path)
 
-    def get(self, *inner: str | int) -> Any:
-        return get(self.value, *inner)
+    def get(self, *keys: str | int) -> Any:
+        return get_nested(self.value, *keys)
 
-    def line(self, *inner: str | int) -> int:
-        return self.document.line(*self.place, *inner)
+    def line(self, *keys: str | int) -> int:
+        return self.document.line(*self.path, *keys)
 
-    def within(self, *inner: str | int) -> "Part":
-        return Part(self.document, (*self.place, *inner))
+    def child(self, *keys: str | int) -> "DocumentView":
+        return DocumentView(self.document, (*self.path, *keys))
 
-    def each(self, *inner: str | int) -> Iterator["Part"]:
-        """The elements of a list in it."""
-        found = self.get(*inner)
-        for number in range(len(found)) if isinstance(found, list) else ():
-            yield self.within(*inner, number)
+    def children(self, *keys: str | int) -> Iterator["DocumentView"]:
+        """The elements of a nested list."""
+        elements = self.get(*keys)
+        for number in range(len(elements)) if isinstance(elements, list) else ():
+            yield self.child(*keys, number)
 
 
-def kind(document: Document) -> str:
+def manifest_kind(document: Document) -> str:
     return str(document.get("kind"))
 
 
-def clusters(documents: list[Document]) -> Iterator[Part]:
+def iter_clusters(documents: list[Document]) -> Iterator[DocumentView]:
     for document in documents:
-        if (place := CLUSTERS.get(kind(document))) and isinstance(document.get(*place), dict):
-            yield Part(document, place)
+        if (path := CLUSTER_SPEC_PATHS.get(manifest_kind(document))) and isinstance(document.get(*path), dict):
+            yield DocumentView(document, path)
 
 
-def groups(documents: list[Document]) -> Iterator[Part]:
+def iter_groups(documents: list[Document]) -> Iterator[DocumentView]:
     """Head and worker groups of all clusters."""
-    for cluster in clusters(documents):
-        yield cluster.within("headGroupSpec")
-        yield from cluster.each("workerGroupSpecs")
+    for cluster in iter_clusters(documents):
+        yield cluster.child("headGroupSpec")
+        yield from cluster.children("workerGroupSpecs")
 
 
-def is_head(group: Part) -> bool:
-    return group.place[-1] == "headGroupSpec"
+def is_head_group(group: DocumentView) -> bool:
+    return group.path[-1] == "headGroupSpec"
 
 
-def token(documents: Documents, around: Around) -> Found:
-    for cluster in clusters(documents):
+def check_token_mode(documents: Documents, context: LintContext) -> RuleResults:
+    for cluster in iter_clusters(documents):
         if cluster.get("authOptions", "mode") != "token":
-            what = "the cluster asks for no token: every pod that reaches it may run code there"
-            yield cluster.line("authOptions", "mode"), what, "write authOptions: {mode: token}"
+            message = "the cluster requires no token: every pod that reaches it may run code"
+            yield cluster.line("authOptions", "mode"), message, "write authOptions: {mode: token}"
 
 
-def versions(documents: Documents, around: Around) -> Found:
-    here = around.version("ray")
-    for cluster in clusters(documents):
-        if here and cluster.get("rayVersion") != here:
-            what = f"rayVersion is {cluster.get('rayVersion')}, and this machine has {here}"
-            yield cluster.line("rayVersion"), what, f"write rayVersion: {here}, with an image that has it"
+def check_ray_version(documents: Documents, context: LintContext) -> RuleResults:
+    local_version = context.get_version("ray")
+    for cluster in iter_clusters(documents):
+        if local_version and cluster.get("rayVersion") != local_version:
+            message = f"rayVersion is {cluster.get('rayVersion')}, and this machine has {local_version}"
+            yield (
+                cluster.line("rayVersion"),
+                message,
+                f"write rayVersion: {local_version}, and use an image of that version",
+            )
 
 
-def head_tasks(documents: Documents, around: Around) -> Found:
-    for group in groups(documents):
-        if is_head(group) and group.get("rayStartParams", "num-cpus") != "0":
-            what = "tasks are placed on the head: where they use up its memory, the cluster goes with them"
-            yield group.line("rayStartParams"), what, 'write rayStartParams: {num-cpus: "0"} for the head'
+def check_head_tasks(documents: Documents, context: LintContext) -> RuleResults:
+    for group in iter_groups(documents):
+        if is_head_group(group) and group.get("rayStartParams", "num-cpus") != "0":
+            message = "tasks run on the head: if they exhaust its memory, the cluster is lost"
+            yield group.line("rayStartParams"), message, 'write rayStartParams: {num-cpus: "0"} for the head'
 
 
-def autoscaler(documents: Documents, around: Around) -> Found:
-    for cluster in clusters(documents):
+def check_autoscaler(documents: Documents, context: LintContext) -> RuleResults:
+    for cluster in iter_clusters(documents):
         if cluster.get("enableInTreeAutoscaling") is not True:
-            yield cluster.line("enableInTreeAutoscaling"), "workers do not come with the work", "write true"
+            yield cluster.line("enableInTreeAutoscaling"), "workers are not autoscaled", "write true"
         elif cluster.get("autoscalerOptions", "version") != "v2":
-            what = "version 1 of the autoscaler does not know idle times of a group, nor labels"
-            yield cluster.line("autoscalerOptions", "version"), what, "write autoscalerOptions: {version: v2}"
+            message = "autoscaler v1 supports neither idle timeouts of a group nor labels"
+            yield cluster.line("autoscalerOptions", "version"), message, "write autoscalerOptions: {version: v2}"
         elif not cluster.get("autoscalerOptions", "idleTimeoutSeconds"):
-            what = "no idle time is said: a pod without work is paid for as long as KubeRay's default"
-            yield cluster.line("autoscalerOptions"), what, "write idleTimeoutSeconds: 300"
-    for group in groups(documents):
+            message = "the idle timeout is missing: an idle pod is billed for KubeRay's default"
+            yield cluster.line("autoscalerOptions"), message, "write idleTimeoutSeconds: 300"
+    for group in iter_groups(documents):
         if group.get("template", "spec", "restartPolicy") != "Never":
-            what = "a pod whose Ray has ended is started again in place, which the autoscaler takes for a new node"
-            yield group.line("template", "spec", "restartPolicy"), what, "write restartPolicy: Never"
+            message = "a pod is restarted in place after its Ray ended, which the autoscaler takes for a new node"
+            yield group.line("template", "spec", "restartPolicy"), message, "write restartPolicy: Never"
 
 
-def replicas(documents: Documents, around: Around) -> Found:
-    for group in groups(documents):
-        if not is_head(group):
-            least, now, most = (group.get(f"{name}eplicas") for name in ("minR", "r", "maxR"))
-            if not 0 <= (least or 0) <= (least if now is None else now) <= (most or 0):
-                what = f"minReplicas {least}, replicas {now} and maxReplicas {most} do not rise"
-                yield group.line("replicas"), what, "write minReplicas <= replicas <= maxReplicas"
+def check_replica_bounds(documents: Documents, context: LintContext) -> RuleResults:
+    for group in iter_groups(documents):
+        if not is_head_group(group):
+            min_replicas, current, max_replicas = (group.get(f"{name}eplicas") for name in ("minR", "r", "maxR"))
+            if not 0 <= (min_replicas or 0) <= (min_replicas if current is None else current) <= (max_replicas or 0):
+                message = (
+                    f"minReplicas {min_replicas}, replicas {current} and maxReplicas {max_replicas} are not ascending"
+                )
+                yield group.line("replicas"), message, "write minReplicas <= replicas <= maxReplicas"
 
 
-def leaving(documents: Documents, around: Around) -> Found:
-    for group in groups(documents):
-        pod, of_head = group.within("template", "spec"), is_head(group)
-        for container in list(pod.each("containers"))[:1]:
+def check_prestop_drains(documents: Documents, context: LintContext) -> RuleResults:
+    for group in iter_groups(documents):
+        pod, is_head = group.child("template", "spec"), is_head_group(group)
+        for container in list(pod.children("containers"))[:1]:
             command = list(map(str, container.get("lifecycle", "preStop", "exec", "command") or ()))
-            if ("rtrain.cluster.graceful_shutdown" if of_head else "rtrain.cluster.spot_watcher") not in command:
-                does = "tell its jobs" if of_head else "drain its node"
-                mend = (
+            if ("rtrain.cluster.graceful_shutdown" if is_head else "rtrain.cluster.spot_watcher") not in command:
+                action = "tell its jobs" if is_head else "drain its node"
+                fix = (
                     "python -m rtrain.cluster.graceful_shutdown"
-                    if of_head
+                    if is_head
                     else "python -m rtrain.cluster.spot_watcher now --wait"
                 )
-                what = f"a pod that is to go does not {does}: the last updates are lost"
-                yield container.line("lifecycle"), what, f"let preStop run {mend}"
+                message = f"a stopping pod does not {action}: the last steps are lost"
+                yield container.line("lifecycle"), message, f"let preStop run {fix}"
                 continue
-            seconds, grace = (
-                float(options(command).get("--seconds", 60)),
+            drain_s, grace_s = (
+                float(parse_options(command).get("--seconds", 60)),
                 pod.get("terminationGracePeriodSeconds") or 30,
             )
-            if grace <= seconds:
-                what = f"the pod is ended after {grace} s, and drains for {seconds:g}"
-                yield pod.line("terminationGracePeriodSeconds"), what, "give it more than the drain"
+            if grace_s <= drain_s:
+                message = f"the pod is ended after {grace_s} s, and drains for {drain_s:g}"
+                yield pod.line("terminationGracePeriodSeconds"), message, "give it more than the drain"
 
 
-def storage(documents: Documents, around: Around) -> Found:
-    claims = {str(one.get("metadata", "name")): one for one in documents if kind(one) == "PersistentVolumeClaim"}
+def check_storage(documents: Documents, context: LintContext) -> RuleResults:
+    claims = {
+        str(document.get("metadata", "name")): document
+        for document in documents
+        if manifest_kind(document) == "PersistentVolumeClaim"
+    }
     for name, claim in claims.items():
         if "ReadWriteMany" not in (claim.get("spec", "accessModes") or ()):
-            what = f"{name} is written by one machine alone, and checkpoints are written by all"
-            yield claim.line("spec", "accessModes"), what, "write accessModes: [ReadWriteMany]"
-    for group in groups(documents):
-        pod = group.within("template", "spec")
-        volumes = {str(volume.get("name")): volume for volume in pod.each("volumes")}
-        for container in pod.each("containers"):
-            mounted = {str(mount.get("name")): mount for mount in container.each("volumeMounts")}
-            for name in mounted.keys() - volumes.keys():
-                yield mounted[name].line("name"), f"there is no volume {name}", "name one of spec.volumes"
-        claimed = [(volume, volume.get("persistentVolumeClaim", "claimName")) for volume in volumes.values()]
-        named = [(volume, claim) for volume, claim in claimed if claim]
+            message = f"{name} can be written by one machine only, but all write checkpoints"
+            yield claim.line("spec", "accessModes"), message, "write accessModes: [ReadWriteMany]"
+    for group in iter_groups(documents):
+        pod = group.child("template", "spec")
+        volumes = {str(volume.get("name")): volume for volume in pod.children("volumes")}
+        for container in pod.children("containers"):
+            mounts = {str(mount.get("name")): mount for mount in container.children("volumeMounts")}
+            for name in mounts.keys() - volumes.keys():
+                yield mounts[name].line("name"), f"unknown volume {name}", "name one of spec.volumes"
+        volume_claims = [(volume, volume.get("persistentVolumeClaim", "claimName")) for volume in volumes.values()]
+        claimed_volumes = [(volume, claim) for volume, claim in volume_claims if claim]
         mounts_bucket = any(volume.get("csi", "driver") == manifests.BUCKET_DRIVER for volume in volumes.values())
-        if not named and not mounts_bucket:
-            yield pod.line("volumes"), "this pod does not mount the folder that all share", "mount a claim"
+        if not claimed_volumes and not mounts_bucket:
+            yield pod.line("volumes"), "this pod does not mount the shared folder", "mount a claim"
         if (
             mounts_bucket
             and manifests.BUCKET_SIDECAR.items() - (group.get("template", "metadata", "annotations") or {}).items()
         ):
-            what = "the bucket is not mounted: the driver looks for pods that say so"
-            mend = f"write annotations: {manifests.BUCKET_SIDECAR}"
-            yield group.line("template", "metadata"), what, mend
-        for volume, claim in named:
+            message = "the bucket is not mounted: the pod lacks the driver's annotation"
+            fix = f"write annotations: {manifests.BUCKET_SIDECAR}"
+            yield group.line("template", "metadata"), message, fix
+        for volume, claim in claimed_volumes:
             if claim not in claims:
                 yield (
                     volume.line("persistentVolumeClaim"),
@@ -186,100 +196,110 @@ def storage(documents: Documents, around: Around) -> Found:
                 )
 
 
-def jobs(documents: list[Document], around: Around) -> Found:
+def check_jobs(documents: list[Document], context: LintContext) -> RuleResults:
     for document in documents:
-        if kind(document) != "RayJob":
+        if manifest_kind(document) != "RayJob":
             continue
-        entry = str(document.get("spec", "entrypoint", default=""))
-        again = job_names.ENTRY in entry or "--resume" in entry
-        if not again:
-            what = "the entry point begins anew where it is tried again"
-            yield document.line("spec", "entrypoint"), what, f"start it by python -m {job_names.ENTRY} VERB ..."
+        entrypoint = str(document.get("spec", "entrypoint", default=""))
+        is_resumable = job_names.JOB_ENTRYPOINT in entrypoint or "--resume" in entrypoint
+        if not is_resumable:
+            message = "a retry of the entry point starts a new run"
+            yield (
+                document.line("spec", "entrypoint"),
+                message,
+                f"start it by python -m {job_names.JOB_ENTRYPOINT} VERB ...",
+            )
         if not document.get("spec", "backoffLimit"):
             yield (
                 document.line("spec", "backoffLimit"),
-                "a job that fails once is not tried again",
+                "a failed job is not retried",
                 "write backoffLimit: 3",
             )
         if document.get("spec", "shutdownAfterJobFinishes") is not True:
-            what = "the job's cluster stays, and is paid for"
-            yield document.line("spec", "shutdownAfterJobFinishes"), what, "write shutdownAfterJobFinishes: true"
+            message = "the job's cluster stays, and is billed"
+            yield document.line("spec", "shutdownAfterJobFinishes"), message, "write shutdownAfterJobFinishes: true"
         line = document.line("spec", "entrypoint")
         try:
-            words = shlex.split(entry)
+            words = shlex.split(entrypoint)
         except ValueError as error:
-            yield line, f"the entry point is no command: {error}", "mend its quotes"
+            yield line, f"the entry point is not a command: {error}", "mend its quotes"
             continue
-        verb = words[words.index(job_names.ENTRY) + 1 :] if job_names.ENTRY in words else []
-        if verb and around.verbs and verb[0] not in around.verbs:
-            yield line, f"rtrain has no verb {verb[0]}", f"it has {', '.join(sorted(around.verbs))}"
+        verb_words = words[words.index(job_names.JOB_ENTRYPOINT) + 1 :] if job_names.JOB_ENTRYPOINT in words else []
+        if verb_words and context.verbs and verb_words[0] not in context.verbs:
+            yield line, f"rtrain has no verb {verb_words[0]}", f"it has {', '.join(sorted(context.verbs))}"
         try:
-            run = job_names.run_of(verb)
+            run = job_names.resolve_run_folder(verb_words)
         except ConfigError as error:
             for problem in error.problems:
                 yield line, f"{problem.field}: {problem.reason}", problem.fix
             continue
-        shared = _shared(document)
-        if run and not any(PurePosixPath(posixpath.normpath(run)).is_relative_to(folder) for folder in shared):
-            what = f"--out: {run} is in no folder that the job's pods share, and goes with its pod"
-            below = min(shared, default=manifests.SHARED)
-            yield line, what, f"write --out {below}/runs/{run.name}"
+        shared_folders = _shared_folders(document)
+        if run and not any(PurePosixPath(posixpath.normpath(run)).is_relative_to(folder) for folder in shared_folders):
+            message = f"--out: {run} is not on a shared folder of the job's pods, and is lost with its pod"
+            parent_folder = min(shared_folders, default=manifests.SHARED_MOUNT)
+            yield line, message, f"write --out {parent_folder}/runs/{run.name}"
 
 
-def _shared(job: Document) -> set[str]:
-    """The folders that all pods of a job's cluster mount, and keep what is in them."""
-    found = []
-    for group in groups([job]):
-        pod = group.within("template", "spec")
-        kept = {str(one.get("name")) for one in pod.each("volumes") if not any(one.get(kind) for kind in OWN_VOLUMES)}
-        mounts = [one for container in pod.each("containers") for one in container.each("volumeMounts")]
-        found.append({str(one.get("mountPath")) for one in mounts if str(one.get("name")) in kept})
-    return set.intersection(*found) if found else set()
+def _shared_folders(job: Document) -> set[str]:
+    """Persistent folders that all pods of a job's cluster mount."""
+    folders_by_group = []
+    for group in iter_groups([job]):
+        pod = group.child("template", "spec")
+        lasting_volumes = {
+            str(child.get("name"))
+            for child in pod.children("volumes")
+            if not any(child.get(volume_type) for volume_type in POD_LOCAL_VOLUMES)
+        }
+        mounts = [child for container in pod.children("containers") for child in container.children("volumeMounts")]
+        folders_by_group.append(
+            {str(mount.get("mountPath")) for mount in mounts if str(mount.get("name")) in lasting_volumes}
+        )
+    return set.intersection(*folders_by_group) if folders_by_group else set()
 
 
-def services(documents: list[Document], around: Around) -> Found:
+def check_services(documents: list[Document], context: LintContext) -> RuleResults:
     for document in documents:
-        if kind(document) != "RayService":
+        if manifest_kind(document) != "RayService":
             continue
         line = document.line("spec", "serveConfigV2")
         try:
             config = yaml.safe_load(str(document.get("spec", "serveConfigV2", default="")))
         except yaml.YAMLError as error:
-            yield line, f"serveConfigV2 is no YAML: {getattr(error, 'problem', error)}", "mend it"
+            yield line, f"serveConfigV2 is invalid YAML: {getattr(error, 'problem', error)}", "fix it"
             continue
-        for application in get(config, "applications") or [{}]:
-            path = str(get(application, "import_path") or "")
+        for application in get_nested(config, "applications") or [{}]:
+            path = str(get_nested(application, "import_path") or "")
             module = path.partition(":")[0]
-            if not module or (module.startswith(("serve", "rtrain")) and not _exists(module)):
-                yield line, f"nothing is imported by the path {path!r}", "write serve.kuberay_app:application"
-        for group in groups([document]):
-            container = group.within("template", "spec", "containers", 0)
-            if not is_head(group) and container.get("readinessProbe", "httpGet", "path") != "/v2/health/ready":
-                what = "a pod gets requests before its model is ready"
-                yield container.line("readinessProbe"), what, "probe /v2/health/ready on the port of Serve"
+            if not module or (module.startswith(("serve", "rtrain")) and not _module_exists(module)):
+                yield line, f"the import path is invalid: {path!r}", "write serve.kuberay_app:application"
+        for group in iter_groups([document]):
+            container = group.child("template", "spec", "containers", 0)
+            if not is_head_group(group) and container.get("readinessProbe", "httpGet", "path") != "/v2/health/ready":
+                message = "a pod gets requests before its model is ready"
+                yield container.line("readinessProbe"), message, "probe /v2/health/ready on the port of Serve"
 
 
-def _exists(module: str) -> bool:
+def _module_exists(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
     except ImportError:
         return False
 
 
-RULES: tuple[tuple[str, Level, Check], ...] = (
-    ("k8s-token", "error", token),
-    (VERSION, "error", versions),
-    ("k8s-head-tasks", "warning", head_tasks),
-    ("k8s-autoscaler", "error", autoscaler),
-    ("k8s-replicas", "error", replicas),
-    ("k8s-leaving", "error", leaving),
-    ("k8s-storage", "error", storage),
-    ("k8s-job", "error", jobs),
-    ("k8s-service", "error", services),
+RULES: tuple[tuple[str, Level, ManifestRule], ...] = (
+    ("k8s-token", "error", check_token_mode),
+    (VERSION_RULE, "error", check_ray_version),
+    ("k8s-head-tasks", "warning", check_head_tasks),
+    ("k8s-autoscaler", "error", check_autoscaler),
+    ("k8s-replicas", "error", check_replica_bounds),
+    ("k8s-prestop", "error", check_prestop_drains),
+    ("k8s-storage", "error", check_storage),
+    ("k8s-job", "error", check_jobs),
+    ("k8s-service", "error", check_services),
 )
 
 
-def check(documents: Documents, around: Around) -> Iterator[Finding]:
-    for name, level, look in RULES:
-        for line, what, mend in look(documents, around):
-            yield Finding(name, level, line, what, mend)
+def check_manifests(documents: Documents, context: LintContext) -> Iterator[LintFinding]:
+    for name, level, rule in RULES:
+        for line, message, fix in rule(documents, context):
+            yield LintFinding(name, level, line, message, fix)

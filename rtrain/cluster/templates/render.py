@@ -1,6 +1,6 @@
-"""`rtrain cluster init`: a commented file of a cluster, for each cloud from the same source.
+"""`rtrain cluster init`: write a commented cluster file for a cloud.
 
-What all clouds share stands once, in `base.yaml.j2`; a cloud's own file fills its blocks.
+`base.yaml.j2` holds the shared part; a template for each cloud fills its blocks.
 """
 
 import shlex
@@ -12,105 +12,123 @@ from typing import Any
 import jinja2
 
 from rtrain.cluster import instance_types
-from rtrain.cluster.checks.check_file import FILL_IN
-from rtrain.cluster.instance_types import BY_NAME, Instance
+from rtrain.cluster.checks.findings import FILL_IN
+from rtrain.cluster.instance_types import INSTANCES_BY_NAME, InstanceType
 from rtrain.core.errors import ConfigError, Problem
 
-MOST = 4
-"""Workers at a time, in a new file."""
-NUMBERS = ("none", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve")
-HERE = Path(__file__).parent
-RAY, FSSPEC = "2.60.0", "2026.9.0"
-"""Versions that nodes get; a test compares them with constraints.txt."""
+DEFAULT_MAX_WORKERS = 4
+"""Maximum workers in a new file."""
+NUMBER_WORDS = (
+    "none",
+    "one",
+    "two",
+    "three",
+    "four",
+    "five",
+    "six",
+    "seven",
+    "eight",
+    "nine",
+    "ten",
+    "eleven",
+    "twelve",
+)
+TEMPLATE_FOLDER = Path(__file__).parent
+RAY_VERSION, FSSPEC_VERSION = "2.60.0", "2026.9.0"
+"""Versions on the nodes; a test compares them with constraints.txt."""
 
 
 @dataclass(frozen=True)
-class Place:
-    """Where a cluster is made."""
+class CloudTemplate:
+    """Cloud or platform of a cluster."""
 
-    head: str | None = None
-    worker: str | None = None
-    """Instance types; None where the user's machines, or SkyPilot, decide."""
+    head_instance: str | None = None
+    worker_instance: str | None = None
+    """Instance types; None if the user's machines, or SkyPilot, decide."""
     bucket: str = "s3://"
     private_network: str = "the network"
     file: str = "cluster.yaml"
 
 
-PLACES: Mapping[str, Place] = {
-    "aws": Place("m7i.large", "c7i.2xlarge", private_network="the VPC"),
-    "gcp": Place("n2-standard-2", "n2-standard-8", bucket="gs://"),
-    "azure": Place("Standard_D2s_v5", "Standard_F8s_v2", bucket="abfs://"),
-    "onprem": Place(),
-    "sky": Place(file="sky.yaml"),
+CLOUD_TEMPLATES: Mapping[str, CloudTemplate] = {
+    "aws": CloudTemplate("m7i.large", "c7i.2xlarge", private_network="the VPC"),
+    "gcp": CloudTemplate("n2-standard-2", "n2-standard-8", bucket="gs://"),
+    "azure": CloudTemplate("Standard_D2s_v5", "Standard_F8s_v2", bucket="abfs://"),
+    "onprem": CloudTemplate(),
+    "sky": CloudTemplate(file="sky.yaml"),
 }
 
 
-def render(cloud: str, gpu: str | None = None, instance: str | None = None, file: str | None = None) -> str:
-    """The text of a file, whose commands name it `file`. Raises `ConfigError` for an unknown cloud, GPU or type of
-    instance."""
-    place = _place(cloud)
+def render_cluster_file(
+    cloud: str, gpu: str | None = None, instance: str | None = None, file: str | None = None
+) -> str:
+    """Render a cluster file whose commands call it `file`. Raises `ConfigError` for an unknown cloud, GPU or instance
+    type."""
+    cloud_template = _find_cloud_template(cloud)
     if instance is None:
-        worker = _worker(cloud, place, gpu)
+        worker = _worker_instance(cloud, cloud_template, gpu)
     else:
-        worker = _instance(cloud, instance, gpu)
+        worker = _find_instance(cloud, instance, gpu)
         gpu = worker.gpu
-    known: dict[str, Any] = {
+    variables: dict[str, Any] = {
         "cloud": cloud,
-        "file": shlex.quote(file or place.file),
+        "file": shlex.quote(file or cloud_template.file),
         "home": "/home/ubuntu",
-        "most": MOST,
-        "ray": RAY,
-        "fsspec": FSSPEC,
+        "most": DEFAULT_MAX_WORKERS,
+        "ray": RAY_VERSION,
+        "fsspec": FSSPEC_VERSION,
         "gpu": gpu,
-        "head": BY_NAME.get(place.head or ""),
+        "head": INSTANCES_BY_NAME.get(cloud_template.head_instance or ""),
         "worker": worker,
-        "bucket": place.bucket,
-        "private_network": place.private_network,
-        "example_workers": min(8, MOST * worker.gpus) if worker and gpu else 8,
+        "bucket": cloud_template.bucket,
+        "private_network": cloud_template.private_network,
+        "example_workers": min(8, DEFAULT_MAX_WORKERS * worker.gpus) if worker and gpu else 8,
         "switches": f" --instance {instance}" if instance else f" --gpu {gpu}" if gpu else "",
     }
-    template = _templates().get_template(f"{cloud}.yaml.j2")
-    first = template.render(known, fill_ins="")
-    count = sum(line.count(FILL_IN) for line in first.splitlines() if not line.lstrip().startswith("#"))
-    return template.render(known, fill_ins=NUMBERS[count] if count < len(NUMBERS) else str(count))
+    template = _template_environment().get_template(f"{cloud}.yaml.j2")
+    draft = template.render(variables, fill_ins="")
+    count = sum(line.count(FILL_IN) for line in draft.splitlines() if not line.lstrip().startswith("#"))
+    return template.render(variables, fill_ins=NUMBER_WORDS[count] if count < len(NUMBER_WORDS) else str(count))
 
 
-def _place(cloud: str) -> Place:
-    if cloud in PLACES:
-        return PLACES[cloud]
-    fix = f"write one of {', '.join(PLACES)}; rtrain cluster kubernetes prints manifests for KubeRay"
+def _find_cloud_template(cloud: str) -> CloudTemplate:
+    if cloud in CLOUD_TEMPLATES:
+        return CLOUD_TEMPLATES[cloud]
+    fix = f"write one of {', '.join(CLOUD_TEMPLATES)}; rtrain cluster kubernetes prints manifests for KubeRay"
     raise ConfigError([Problem("--cloud", cloud, "unknown", fix, code="unknown_name")])
 
 
-def _worker(cloud: str, place: Place, gpu: str | None) -> Instance | None:
-    if gpu is None or place.worker is None:
-        return BY_NAME.get(place.worker or "")
-    found = instance_types.with_gpu(cloud, gpu)
-    if found is None:
-        have = ", ".join(instance_types.gpus(cloud))
-        reason = f"no machine of {cloud} with such a GPU is in the table"
-        fix = f"write one of {have}, and put the type of another one into the file"
+def _worker_instance(cloud: str, cloud_template: CloudTemplate, gpu: str | None) -> InstanceType | None:
+    if gpu is None or cloud_template.worker_instance is None:
+        return INSTANCES_BY_NAME.get(cloud_template.worker_instance or "")
+    instance = instance_types.find_instance_with_gpu(cloud, gpu)
+    if instance is None:
+        available_gpus = ", ".join(instance_types.list_gpus(cloud))
+        reason = f"no known instance type of {cloud} has this GPU"
+        fix = f"write one of {available_gpus}, or write another type into the file"
         raise ConfigError([Problem("--gpu", gpu, reason, fix, code="unknown_name")])
-    return found
+    return instance
 
 
-def _instance(cloud: str, name: str, gpu: str | None) -> Instance:
-    """The type of that name. Raises `ConfigError` where the table has none such, and beside what chooses one too."""
+def _find_instance(cloud: str, name: str, gpu: str | None) -> InstanceType:
+    """The instance type by name. Raises `ConfigError` if it is unknown, or combined with `--gpu`."""
     if gpu is not None:
-        reason = "chooses the workers' type as --gpu does"
+        reason = "sets the worker type, as --gpu does"
         raise ConfigError([Problem("--instance", name, reason, "leave one of them out", code="conflicting_settings")])
-    found = BY_NAME.get(name)
-    if found is None or found.cloud != cloud:
-        have = ", ".join(one.name for one in instance_types.INSTANCES if one.cloud == cloud)
-        fix = f"write one of {have}, and put another one into the file" if have else "leave it out"
-        reason = f"no such type of {cloud} is in the table"
+    instance = INSTANCES_BY_NAME.get(name)
+    if instance is None or instance.cloud != cloud:
+        available_types = ", ".join(instance.name for instance in instance_types.INSTANCES if instance.cloud == cloud)
+        fix = (
+            f"write one of {available_types}, or write another one into the file" if available_types else "leave it out"
+        )
+        reason = f"unknown instance type of {cloud}"
         raise ConfigError([Problem("--instance", name, reason, fix, code="unknown_name")])
-    return found
+    return instance
 
 
-def _templates() -> jinja2.Environment:
+def _template_environment() -> jinja2.Environment:
     return jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE),
+        loader=jinja2.FileSystemLoader(TEMPLATE_FOLDER),
         trim_blocks=True,
         lstrip_blocks=True,
         keep_trailing_newline=True,

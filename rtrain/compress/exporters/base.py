@@ -1,4 +1,4 @@
-"""What quantization asks of an engine: a float graph of the model, and the int8 graph that is made of it."""
+"""Interface of the exporters: the float graph of a model, and its int8 graph."""
 
 import contextlib
 import io
@@ -17,60 +17,64 @@ if TYPE_CHECKING:
     import transformers
 
 Sample = Mapping[str, npt.NDArray[np.int64]]
-"""Inputs of one row, [1, tokens] each, by the names that the network takes."""
+"""Inputs of one row, [1, tokens] each, by argument name of the network."""
 
 
-class Quantized(Protocol):
-    """An int8 graph whose operations can go back to float, one by one."""
+class QuantizedGraph(Protocol):
+    """An int8 graph whose operations can be reverted to float one by one."""
 
     @property
     def operations(self) -> Sequence[str]:
-        """Names of the operations that int8 numbers go into, in the order of the graph."""
+        """Names of the operations with int8 inputs, in graph order."""
         ...
 
     def revert(self, operations: Collection[str]) -> None:
-        """Compute these in float, by their float weights, and all others in int8. No scale changes."""
+        """Compute these operations with float weights, all others in int8. Scales do not change."""
         ...
 
-    def narrow(self, lines: int) -> None:
-        """Have the table of so many lines in 4 bits. Engines whose entry says `narrows` alone."""
+    def quantize_embedding_int4(self, vocab_size: int) -> None:
+        """Quantize the embedding table of `vocab_size` rows to 4 bits. Only engines with `supports_int4_embedding`."""
         ...
 
-    def answering(self, threads: int | None) -> Engine:
-        """The graph as it is now, loaded."""
+    def load_engine(self, threads: int | None) -> Engine:
+        """Load the current graph."""
         ...
 
     def write(self, path: Path) -> None:
-        """Write the graph as it is now as `path`, and the engine's other files beside it."""
+        """Write the current graph to `path`, and the engine's other files beside it."""
         ...
 
 
-class Exported(Protocol):
+class ExportedGraph(Protocol):
     """A float graph."""
 
-    def answering(self, threads: int | None) -> Engine: ...
+    def load_engine(self, threads: int | None) -> Engine: ...
 
-    def calibrated(self, samples: Sequence[Sample], overflow_fix: bool = False) -> Quantized:
-        """Int8 weights and activations; `samples` set the static scales of the activations. `overflow_fix`: weights
-        have half of the range."""
+    def calibrate(self, samples: Sequence[Sample], overflow_fix: bool = False) -> QuantizedGraph:
+        """Quantize weights and activations to int8.
+
+        Args:
+            samples: rows that set the static activation scales.
+            overflow_fix: weights use half of the int8 range.
+        """
         ...
 
-    def weights_only(self) -> Quantized:
-        """Int8 weights; activations stay float, so there is nothing to calibrate or to revert."""
+    def quantize_weights(self) -> QuantizedGraph:
+        """Quantize weights to int8. Activations stay float, so nothing is calibrated or reverted."""
         ...
 
 
-Export = Callable[["transformers.PreTrainedModel", Sample], Exported]
-"""Makes the float graph of a network by tracing what it does with a sample. `rtrain.core.engines.Entry.quantizer` names
-it.
+ExportFunction = Callable[["transformers.PreTrainedModel", Sample], ExportedGraph]
+"""Traces a network with a sample; returns its float graph. `rtrain.core.engines.EngineSpec.quantizer` is its import
+path.
 """
 
 
 def quantize(library: Any, graph: Any, samples: Sequence[Sample], overflow_fix: bool) -> Any:
-    """The graph with a quantizer before each operation that int8 pays for, by NNCF's post-training quantization.
+    """Insert quantizers by NNCF's post-training quantization.
 
-    Weights stay float, with quantizers of their own, until the graph is written: so an operation is reverted by leaving
-    its quantizers out.
+    Weights stay float, behind quantizers, until the graph is written. An operation is reverted by removing its
+    quantizers.
     """
     return library.quantize(
         graph,
@@ -84,17 +88,18 @@ def quantize(library: Any, graph: Any, samples: Sequence[Sample], overflow_fix: 
     )
 
 
-def unreported() -> None:
-    """Let OpenVINO's converter and NNCF do without the library that they report each step by, to their makers, from
-    where nobody was asked: some 35 processes for one conversion, and a second of waiting for them. Called before either
-    is imported."""
-    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # then its import fails
+def disable_telemetry() -> None:
+    """Disable the telemetry of OpenVINO's converter and NNCF; call it before importing either.
+
+    One conversion starts some 35 telemetry processes and waits a second for them.
+    """
+    sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]  # makes its import fail
 
 
 @contextlib.contextmanager
-def by_nncf() -> Iterator[Any]:
-    """NNCF's module, while it works: it draws its progress and its log on stdout, which belongs to --json."""
-    unreported()
+def quiet_nncf() -> Iterator[Any]:
+    """Yield NNCF's module with its progress and log redirected: stdout is reserved for --json."""
+    disable_telemetry()
     import nncf
 
     nncf.set_log_level(logging.ERROR)

@@ -1,4 +1,4 @@
-"""A float model -> the graphs of ONNX; quantizers are put in by NNCF, and taken out here."""
+"""Float model -> ONNX graphs. NNCF inserts the quantizers; this module removes them to revert operations."""
 
 import tempfile
 import warnings
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rtrain.compress.exporters.base import Sample, by_nncf, quantize
+from rtrain.compress.exporters.base import Sample, quantize, quiet_nncf
 from rtrain.inference import predictor
 
 if TYPE_CHECKING:
@@ -16,45 +16,45 @@ if TYPE_CHECKING:
 OPSET = 17
 """The first operator set with LayerNormalization as one operator."""
 QUANTIZE, DEQUANTIZE = "QuantizeLinear", "DequantizeLinear"
-CARRY = ("Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
-"""What may stand between a quantizer and the operation that it is for."""
-NO_OPERATION = (QUANTIZE, DEQUANTIZE, *CARRY, "Shape")
+PASS_THROUGH_OPS = ("Flatten", "Identity", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
+"""Operators between a quantizer and its operation."""
+NON_OPERATIONS = (QUANTIZE, DEQUANTIZE, *PASS_THROUGH_OPS, "Shape")
 
 
-class Edge(NamedTuple):
-    """Where an operation's input leaves a quantizer."""
+class OnnxEdge(NamedTuple):
+    """An input of an operation that comes from a quantizer."""
 
     node: "onnx.NodeProto"
-    place: int
+    input_index: int
     quantized: str
-    exact: str
-    """What the quantizer rounds."""
+    unquantized: str
+    """Input of the quantizer."""
 
 
-class Exported:
+class OnnxExportedGraph:
     def __init__(self, graph: "onnx.ModelProto"):
         self._graph = graph
 
-    def answering(self, threads: int | None) -> predictor.OnnxRuntime:
-        return predictor.OnnxRuntime(self._graph.SerializeToString(), threads)
+    def load_engine(self, threads: int | None) -> predictor.OnnxRuntimeEngine:
+        return predictor.OnnxRuntimeEngine(self._graph.SerializeToString(), threads)
 
-    def calibrated(self, samples: Sequence[Sample], overflow_fix: bool = False) -> "Quantized":
-        with by_nncf() as nncf:
-            return Quantized(quantize(nncf, self._graph, samples, overflow_fix))
+    def calibrate(self, samples: Sequence[Sample], overflow_fix: bool = False) -> "OnnxQuantizedGraph":
+        with quiet_nncf() as nncf:
+            return OnnxQuantizedGraph(quantize(nncf, self._graph, samples, overflow_fix))
 
-    def weights_only(self) -> "Quantized":
-        with by_nncf() as nncf:
-            return Quantized(nncf.compress_weights(_copy(self._graph), mode=nncf.CompressWeightsMode.INT8_SYM))
+    def quantize_weights(self) -> "OnnxQuantizedGraph":
+        with quiet_nncf() as nncf:
+            return OnnxQuantizedGraph(nncf.compress_weights(_copy(self._graph), mode=nncf.CompressWeightsMode.INT8_SYM))
 
 
-class Quantized:
+class OnnxQuantizedGraph:
     def __init__(self, graph: "onnx.ModelProto"):
         self._graph = graph
-        makers = {name: node for node in graph.graph.node for name in node.output}
-        self._edges: dict[str, list[Edge]] = {}
+        producers = {name: node for node in graph.graph.node for name in node.output}
+        self._edges: dict[str, list[OnnxEdge]] = {}
         for node in graph.graph.node:
-            if node.op_type not in NO_OPERATION and (edges := list(_edges(node, makers))):
-                self._edges.setdefault(_name(node), []).extend(edges)
+            if node.op_type not in NON_OPERATIONS and (edges := list(_find_edges(node, producers))):
+                self._edges.setdefault(_format_operation_name(node), []).extend(edges)
 
     @property
     def operations(self) -> Sequence[str]:
@@ -63,10 +63,10 @@ class Quantized:
     def revert(self, operations: Collection[str]) -> None:
         for name, edges in self._edges.items():
             for edge in edges:
-                edge.node.input[edge.place] = edge.exact if name in operations else edge.quantized
+                edge.node.input[edge.input_index] = edge.unquantized if name in operations else edge.quantized
 
-    def answering(self, threads: int | None) -> predictor.OnnxRuntime:
-        return predictor.OnnxRuntime(self._graph.SerializeToString(), threads)
+    def load_engine(self, threads: int | None) -> predictor.OnnxRuntimeEngine:
+        return predictor.OnnxRuntimeEngine(self._graph.SerializeToString(), threads)
 
     def write(self, path: Path) -> None:
         import onnx
@@ -74,21 +74,21 @@ class Quantized:
 
         graph = _copy(self._graph)
         _drop_unused(graph.graph)
-        # It puts whole numbers in the place of float weights and their quantizers; NNCF ends with it too.
+        # Replaces float weights and their quantizers by integers; NNCF ends with it too.
         compress_quantize_weights_transformation(graph)
         _drop_unused(graph.graph)
         onnx.save(graph, str(path))
 
 
-def export(network: "transformers.PreTrainedModel", sample: Sample) -> Exported:
-    """The float graph: `rtrain.compress.exporters.base.Export`."""
+def export(network: "transformers.PreTrainedModel", sample: Sample) -> OnnxExportedGraph:
+    """Export the float graph; an `rtrain.compress.exporters.base.ExportFunction`."""
     import onnx
     import torch
 
     names = list(sample)
     with tempfile.TemporaryDirectory() as folder, torch.inference_mode(), warnings.catch_warnings():
-        # By the tracing exporter, which warns of itself and of every Python branch in transformers' mask code;
-        # `export_check` shows whether it was right. The newer one needs a package more and took twenty times as long.
+        # The tracing exporter warns about itself and about every Python branch in transformers' mask code;
+        # `check_export` verifies the graph. The dynamo exporter needs another package and took twenty times as long.
         warnings.simplefilter("ignore")
         file = Path(folder) / "float.onnx"
         torch.onnx.export(
@@ -100,42 +100,42 @@ def export(network: "transformers.PreTrainedModel", sample: Sample) -> Exported:
             opset_version=OPSET,
             dynamo=False,
         )
-        return Exported(onnx.load_model(str(file)))
+        return OnnxExportedGraph(onnx.load_model(str(file)))
 
 
-def _edges(node: "onnx.NodeProto", makers: "Mapping[str, onnx.NodeProto]") -> Iterator[Edge]:
+def _find_edges(node: "onnx.NodeProto", producers: "Mapping[str, onnx.NodeProto]") -> Iterator[OnnxEdge]:
     for start in range(len(node.input)):
-        at, place = node, start
-        source = makers.get(at.input[place])
-        while source is not None and source.op_type in CARRY:
-            at, place = source, 0
-            source = makers.get(at.input[place])
+        consumer, input_index = node, start
+        source = producers.get(consumer.input[input_index])
+        while source is not None and source.op_type in PASS_THROUGH_OPS:
+            consumer, input_index = source, 0
+            source = producers.get(consumer.input[input_index])
         if source is None or source.op_type != DEQUANTIZE:
             continue
-        rounded = makers.get(source.input[0])
-        if rounded is not None and rounded.op_type == QUANTIZE:
-            yield Edge(at, place, source.output[0], rounded.input[0])
+        quantizer = producers.get(source.input[0])
+        if quantizer is not None and quantizer.op_type == QUANTIZE:
+            yield OnnxEdge(consumer, input_index, source.output[0], quantizer.input[0])
 
 
-def _name(node: "onnx.NodeProto") -> str:
-    """`bert.encoder.layer.0.attention.self.query (MatMul)`, of the name that a trace gives."""
+def _format_operation_name(node: "onnx.NodeProto") -> str:
+    """`bert.encoder.layer.0.attention.self.query (MatMul)`, from a node's trace name."""
     module, _, kind = node.name.strip("/").replace("/", ".").rpartition(".")
     return f"{module} ({kind})"
 
 
 def _drop_unused(graph: "onnx.GraphProto") -> None:
-    """Remove nodes whose outputs nothing reads, what only these read, and weights that nothing reads."""
-    wanted = {output.name for output in graph.output}
-    for node in reversed(list(graph.node)):  # a node comes after what it reads
-        if wanted.isdisjoint(node.output):
+    """Remove unused nodes and weights."""
+    used_names = {output.name for output in graph.output}
+    for node in reversed(list(graph.node)):  # nodes are in topological order
+        if used_names.isdisjoint(node.output):
             graph.node.remove(node)
         else:
-            wanted.update(node.input)
-    for weight in [weight for weight in graph.initializer if weight.name not in wanted]:
+            used_names.update(node.input)
+    for weight in [weight for weight in graph.initializer if weight.name not in used_names]:
         graph.initializer.remove(weight)
 
 
 def _copy(graph: "onnx.ModelProto") -> "onnx.ModelProto":
-    copied = type(graph)()
-    copied.CopyFrom(graph)
-    return copied
+    duplicate = type(graph)()
+    duplicate.CopyFrom(graph)
+    return duplicate

@@ -1,9 +1,9 @@
-"""Training texts written anew by a model, as a stage of Ray Data before the rows become tokens.
+"""Training texts rewritten by a model: a stage of Ray Data before tokenization.
 
-<store>/rewritten/<piece>-<chunk>.arrow     content (u64), texts (list of strings)
+<store>/rewritten/<file>-<chunk>.arrow     content (u64), texts (list of strings)
 
-A chunk holds the same texts for any number of processes. Still, a text's paraphrase can depend on the texts that it is
-decoded with, so the store keeps what was made.
+A chunk holds the same texts for any number of processes. A paraphrase can still depend on the other texts of its batch,
+so the store keeps the rewritten texts.
 """
 
 import itertools
@@ -15,74 +15,80 @@ from typing import Any
 import pyarrow as pa
 
 from rtrain import ray_internals
-from rtrain.config import Augment
+from rtrain.config import AugmentConfig
 from rtrain.data.augment import paraphrase
 from rtrain.data.store.store import map_table, write_table
 
 FOLDER = "rewritten"
-CHUNK = 64
+CHUNK_SIZE = 64
 """Texts that a model is given in one call."""
 
-Texts = Callable[[dict[str, Any]], Iterable[tuple[int, str]]]
-"""Gives for a piece (a task of `pieces.tasks`) the (hash of the content, text) of each training row."""
+TextIterator = Callable[[dict[str, Any]], Iterable[tuple[int, str]]]
+"""Maps a task of `read_tasks.plan_tasks` to the (content hash, text) of each training row of its file."""
 
 
-class Rewriter:
+class RewriteActor:
     """A Ray actor that loads the models once. A call with a chunk writes the chunk's file, and returns counts."""
 
-    def __init__(self, settings: Augment, folder: Path):
+    def __init__(self, settings: AugmentConfig, folder: Path):
         self._folder = folder
-        self._there = None if settings.pivot is None else paraphrase.load(settings.pivot)
-        self._back = paraphrase.load(settings.paraphrase or "", prefix=settings.prefix, count=settings.variants)
+        self._to_pivot = (
+            None
+            if settings.back_translation_model is None
+            else paraphrase.load_rewriter(settings.back_translation_model)
+        )
+        self._rewriter = paraphrase.load_rewriter(
+            settings.paraphrase or "", prefix=settings.prefix, num_variants=settings.variants
+        )
 
     def __call__(self, chunk: dict[str, Any]) -> dict[str, Any]:
         texts = [str(text) for text in chunk["texts"]]
-        found = (
-            paraphrase.paraphrases(self._back, texts)
-            if self._there is None
-            else paraphrase.back_translations(self._there, self._back, texts)
+        variants = (
+            paraphrase.paraphrase_texts(self._rewriter, texts)
+            if self._to_pivot is None
+            else paraphrase.back_translate(self._to_pivot, self._rewriter, texts)
         )
-        write(self._folder, chunk, found)
-        return {"rows": len(texts), "texts": sum(map(len, found))}
+        write_chunk(self._folder, chunk, variants)
+        return {"rows": len(texts), "texts": sum(map(len, variants))}
 
 
-def chunks(piece: dict[str, Any], texts: Texts) -> Iterator[dict[str, Any]]:
-    """The texts of a piece, `CHUNK` at a time."""
-    rows = iter(texts(piece))
+def iter_chunks(task: dict[str, Any], texts: TextIterator) -> Iterator[dict[str, Any]]:
+    """The texts of a file, `CHUNK_SIZE` at a time."""
+    rows = iter(texts(task))
     for number in itertools.count():
-        part = list(itertools.islice(rows, CHUNK))
+        part = list(itertools.islice(rows, CHUNK_SIZE))
         if not part:
             return
-        content, written = zip(*part, strict=True)
+        content, chunk_texts = zip(*part, strict=True)
         # The hashes go as text, since Ray would turn integers beyond 2^63 into an array of floats.
         keys = [str(key) for key in content]
-        yield {"piece": piece["number"], "chunk": number, "content": keys, "texts": list(written)}
+        yield {"file": task["number"], "chunk": number, "content": keys, "texts": list(chunk_texts)}
 
 
-def run(pieces: list[dict[str, Any]], texts: Texts, settings: Augment, folder: Path) -> None:
-    """Write the files of all pieces under `folder`, with as many processes as there are free CPUs."""
+def rewrite_texts(tasks: list[dict[str, Any]], texts: TextIterator, settings: AugmentConfig, folder: Path) -> None:
+    """Write the chunks of all files under `folder`, with as many processes as there are free CPUs."""
     import ray.data
 
-    ray_internals.without_data_actors()
+    ray_internals.disable_data_actors()
     (folder / FOLDER).mkdir()
-    dataset = ray.data.from_items(pieces, override_num_blocks=len(pieces)).flat_map(partial(chunks, texts=texts))
+    dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks)).flat_map(partial(iter_chunks, texts=texts))
     pool = ray.data.ActorPoolStrategy(min_size=1, max_size=64)
     arguments = {"settings": settings, "folder": folder}
-    rewriter: Any = Rewriter  # Ray's annotation leaves out classes
+    rewriter: Any = RewriteActor  # Ray's annotation leaves out classes
     dataset.map(rewriter, fn_constructor_kwargs=arguments, compute=pool).materialize()
 
 
-def write(folder: Path, chunk: dict[str, Any], texts: list[list[str]]) -> None:
+def write_chunk(folder: Path, chunk: dict[str, Any], texts: list[list[str]]) -> None:
     """Write the file of a chunk; `texts` are the new texts for each of its rows."""
     content = pa.array([int(key) for key in chunk["content"]], pa.uint64())
     table = pa.table({"content": content, "texts": pa.array(texts, pa.list_(pa.string()))})
-    write_table(folder / FOLDER / f"{chunk['piece']:06d}-{chunk['chunk']:06d}.arrow", table)
+    write_table(folder / FOLDER / f"{chunk['file']:06d}-{chunk['chunk']:06d}.arrow", table)
 
 
-def read(folder: Path, piece: int) -> dict[int, list[str]]:
-    """The new texts for a piece's rows, by the hash of the row's content; empty if none were made."""
-    found: dict[int, list[str]] = {}
-    for path in sorted((folder / FOLDER).glob(f"{piece:06d}-*.arrow")):
+def read_rewritten(folder: Path, task_number: int) -> dict[int, list[str]]:
+    """The rewritten texts of a file's rows, by the hash of the row's content; or an empty mapping."""
+    variants_by_hash: dict[int, list[str]] = {}
+    for path in sorted((folder / FOLDER).glob(f"{task_number:06d}-*.arrow")):
         table = map_table(path)
-        found.update(zip(table["content"].to_pylist(), table["texts"].to_pylist(), strict=True))
-    return found
+        variants_by_hash.update(zip(table["content"].to_pylist(), table["texts"].to_pylist(), strict=True))
+    return variants_by_hash

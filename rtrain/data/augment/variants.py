@@ -1,109 +1,117 @@
-"""Copies of training rows: which copies a row has, their hashes, and which are refused. Pure; `noise` makes texts with
-noise, `rewriting` has models make texts.
+"""Copies of training rows: which copies a row has, their hashes, and which are rejected. Pure functions; `noise` adds
+noise to texts, `rewriting` has models rewrite them.
 
-A copy is a training row because its row is one, whatever the copy's own text would hash to. A copy whose text would
-hash to another split is left out, so that no copy can equal a row that the hash has put there. Rows of validation and
-test files, and those that a column names, are not known here: `rtrain.data.contamination` counts those that a copy
-equals. A copy keeps its row's label, line, slices and group.
+A copy is a training row because its source row is one. A copy whose text hashes to another split is rejected, so no
+copy can equal a row that the hash has put there. Rows of validation and test files, and rows whose split a column
+names, are unknown here: `rtrain.data.contamination` counts the evaluation rows that equal a copy. A copy keeps its
+row's label, line, slices and group.
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rtrain.config import Augment, Recipe
+from rtrain.config import AugmentConfig, Recipe
 from rtrain.core.errors import ConfigError, Problem
-from rtrain.data.augment.noise import Noise, noisy, noisy_tokens
-from rtrain.data.row_reader import Record
+from rtrain.data.augment.noise import TextNoise, add_noise, add_noise_to_tokens
+from rtrain.data.row_reader import SourceRow
 from rtrain.tasks.base import Task, Variation
 
 if TYPE_CHECKING:
     import tokenizers
 
-MASKS = ("[MASK]", "<mask>")
-TRIES = 4
-"""Tries for each copy that is asked for: some change nothing, repeat another, or are refused."""
-SECOND_TEXT = 1 << 63
+MASK_TOKENS = ("[MASK]", "<mask>")
+MAX_TRIES_PER_COPY = 4
+"""Tries for each requested copy: some change nothing, repeat another copy, or are rejected."""
+PAIR_KEY_BIT = 1 << 63
 """Turns the key of a row's noise into that of its second text, so that the two texts get different noise."""
 
-Copy = tuple[Record, int]
+RowCopy = tuple[SourceRow, int]
 """A copy, and its content hash, which is made from its row's content hash and the copy's number."""
 
 
-def noise_of(settings: Augment, tokenizer: "tokenizers.Tokenizer") -> Noise:
+def make_noise(settings: AugmentConfig, tokenizer: "tokenizers.Tokenizer") -> TextNoise:
     """The noise of the settings, with the tokenizer's mask token. Raises `ConfigError` if masks are asked for and the
     tokenizer has no mask token."""
-    mask = next((token for token in MASKS if tokenizer.token_to_id(token) is not None), None)
+    mask = next((token for token in MASK_TOKENS if tokenizer.token_to_id(token) is not None), None)
     if settings.mask and mask is None:
-        reason = f"the model's tokenizer has no mask token ({' or '.join(MASKS)})"
+        reason = f"the model's tokenizer has no mask token ({' or '.join(MASK_TOKENS)})"
         raise ConfigError(
             [Problem("augment.mask", settings.mask, reason, "write 0; use typo, swap or drop", code="no_mask_token")]
         )
-    return Noise(**settings.noise, mask_token=mask or MASKS[0])
+    return TextNoise(**settings.noise_shares, mask_token=mask or MASK_TOKENS[0])
 
 
-def problems(recipe: Recipe, task: Task) -> list[Problem]:
+def find_problems(recipe: Recipe, task: Task) -> list[Problem]:
     """Settings of `augment` that would make the labels of the recipe's task wrong."""
-    settings, found = recipe.augment, []
-    if not settings.active or task.varies == "text":
+    settings, problems = recipe.augment, []
+    if not settings.is_active or task.augmentable == "text":
         return []
     if settings.paraphrase is not None:
         reason = f"labels of {task.name} are about places in the text, which another text has not"
-        found.append(Problem("augment.paraphrase", settings.paraphrase, reason, "remove it", code="unsupported"))
-    for name in ("swap", "drop") if task.varies == "words" else ():
-        if share := settings.noise[name]:
+        problems.append(Problem("augment.paraphrase", settings.paraphrase, reason, "remove it", code="unsupported"))
+    for name in ("swap", "drop") if task.augmentable == "words" else ():
+        if share := settings.noise_shares[name]:
             reason = f"labels of {task.name} are about words in their order"
-            found.append(Problem(f"augment.{name}", share, reason, "write 0; use typo or mask", code="unsupported"))
-    if task.varies == "nothing" and settings.copies:
+            problems.append(Problem(f"augment.{name}", share, reason, "write 0; use typo or mask", code="unsupported"))
+    if task.augmentable == "nothing" and settings.copies:
         reason = f"labels of {task.name} are about places in the text, which noise moves"
-        found.append(Problem("augment.copies", settings.copies, reason, "write 0", code="unsupported"))
-    return found
+        problems.append(Problem("augment.copies", settings.copies, reason, "write 0", code="unsupported"))
+    return problems
 
 
-def copies(
-    row: Record,
+def make_copies(
+    row: SourceRow,
     content: int,
-    settings: Augment,
-    noise: Noise,
-    varies: Variation,
-    rewritten: Sequence[str],
-    allowed: Callable[[Record], bool],
-) -> list[Copy]:
+    settings: AugmentConfig,
+    noise: TextNoise,
+    augmentable: Variation,
+    rewritten_texts: Sequence[str],
+    is_allowed: Callable[[SourceRow], bool],
+) -> list[RowCopy]:
     """The copies of a training row whose content hashes to `content`; equal rows have equal copies.
 
-    `rewritten`: texts that a model has made of the row. `varies`: what noise may change without making the task's
-    labels wrong. `allowed` says whether a copy may be used.
+    `rewritten_texts`: texts that a model has made of the row. `augmentable`: what noise may change without making the
+    task's labels wrong. `is_allowed` says whether a copy may be used.
     """
-    seen = {(row.text, row.pair)}
-    found: list[Copy] = []
-    for number, text in enumerate(rewritten):
-        _add(row._replace(text=text), _key(content, "rewritten", number), seen, allowed, found)
-    most = len(found) + settings.copies
-    for number in range(TRIES * settings.copies):
-        if len(found) == most:
+    seen_texts = {(row.text, row.pair)}
+    row_copies: list[RowCopy] = []
+    for number, text in enumerate(rewritten_texts):
+        _add_copy(
+            row._replace(text=text), _derive_key(content, "rewritten", number), seen_texts, is_allowed, row_copies
+        )
+    max_copies = len(row_copies) + settings.copies
+    for number in range(MAX_TRIES_PER_COPY * settings.copies):
+        if len(row_copies) == max_copies:
             break
-        copy = _noisy(row, content, noise, varies, settings.seed, number)
-        _add(copy, _key(content, f"noise {settings.seed}", number), seen, allowed, found)
-    return found
+        copy = _make_noisy_copy(row, content, noise, augmentable, settings.seed, number)
+        _add_copy(copy, _derive_key(content, f"noise {settings.seed}", number), seen_texts, is_allowed, row_copies)
+    return row_copies
 
 
-def _add(
-    copy: Record, key: int, seen: set[tuple[str, str | None]], allowed: Callable[[Record], bool], found: list[Copy]
+def _add_copy(
+    copy: SourceRow,
+    key: int,
+    seen_texts: set[tuple[str, str | None]],
+    is_allowed: Callable[[SourceRow], bool],
+    row_copies: list[RowCopy],
 ) -> None:
     texts = (copy.text, copy.pair)
-    if texts not in seen and copy.text.strip() and allowed(copy):
-        seen.add(texts)
-        found.append((copy, key))
+    if texts not in seen_texts and copy.text.strip() and is_allowed(copy):
+        seen_texts.add(texts)
+        row_copies.append((copy, key))
 
 
-def _noisy(row: Record, content: int, noise: Noise, varies: Variation, seed: int, number: int) -> Record:
-    if varies == "words":
-        return row._replace(text=" ".join(noisy_tokens(row.text.split(" "), noise, seed, number, content)))
-    text = noisy(row.text, noise, seed, number, content)
-    pair = None if row.pair is None else noisy(row.pair, noise, seed, number, content ^ SECOND_TEXT)
+def _make_noisy_copy(
+    row: SourceRow, content: int, noise: TextNoise, augmentable: Variation, seed: int, number: int
+) -> SourceRow:
+    if augmentable == "words":
+        return row._replace(text=" ".join(add_noise_to_tokens(row.text.split(" "), noise, seed, number, content)))
+    text = add_noise(row.text, noise, seed, number, content)
+    pair = None if row.pair is None else add_noise(row.pair, noise, seed, number, content ^ PAIR_KEY_BIT)
     return row._replace(text=text, pair=pair)
 
 
-def _key(content: int, kind: str, number: int) -> int:
+def _derive_key(content: int, kind: str, number: int) -> int:
     digest = hashlib.blake2b(f"{content} {kind} {number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")

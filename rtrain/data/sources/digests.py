@@ -1,10 +1,10 @@
-"""SHA-256 of the source's files: many at a time, and remembered for the next start on the same files.
+"""SHA-256 of the source's files, computed in parallel and cached for the next start on the same files.
 
-<root>/.digests.json     by file: its stamp (what the storage said of it), and its SHA-256 at that time
+<root>/.digests.json     by file: its stamp (time, size and tag from the storage), and its SHA-256
 
 A file counts as unchanged only if its storage would show any change: a local file by the time of its last change, which
 no program can set, an object by the tag that the store gives to each content. The tasks that read the rows hash the
-files again (`rtrain.data.sources.file_ranges`), so that no row is ever stored under the digest of another file.
+files again (`rtrain.data.sources.file_ranges`), so no row is stored under the digest of another file.
 """
 
 import hashlib
@@ -23,103 +23,106 @@ from fsspec.implementations.local import LocalFileSystem
 
 from rtrain.core import json_files
 
-NAME = ".digests.json"
-AT_ONCE = 16
+CACHE_FILE = ".digests.json"
+MAX_THREADS = 16
 """Files that are hashed at a time: hashing runs outside Python's global lock, and reading remote files is mostly
 waiting."""
-SETTLED_S = 3.0
-"""Seconds for which a file must have been left alone before its digest is remembered. File systems count time in steps
-of up to two seconds, so that two changes in quick succession can carry the same time."""
-TAGGED = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
-"""Object stores, which give each content its own tag. A web server may make its tags from size and seconds alone."""
+MIN_UNCHANGED_S = 3.0
+"""Seconds without a change before a file's digest is cached. File systems have a time resolution of up to two seconds,
+so two quick changes can have the same time."""
+ETAG_PROTOCOLS = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az")
+"""Object stores, whose ETag depends on the content. A web server may derive it from size and seconds alone."""
 
-Known = Mapping[str, tuple[str, str]]
+DigestCache = Mapping[str, tuple[str, str]]
 """(text of the stamp, SHA-256) by URI."""
 
 
-class Digest(NamedTuple):
-    """SHA-256 of a file. It may be remembered if it has a `stamp`."""
+class FileDigest(NamedTuple):
+    """SHA-256 of a file; cached if it has a `stamp`."""
 
     uri: str
     sha256: str
     stamp: str | None
 
 
-def file_digest(uri: str) -> str:
-    """SHA-256 of a file's bytes as they are stored, in hex."""
+def hash_file(uri: str) -> str:
+    """SHA-256 of a file's stored (compressed) bytes, in hex."""
     with fsspec.open(uri, "rb") as file:
-        total = hashlib.sha256()
+        hasher = hashlib.sha256()
         while chunk := file.read(1 << 20):
-            total.update(chunk)
-        return total.hexdigest()
+            hasher.update(chunk)
+        return hasher.hexdigest()
 
 
-def tokenizer_digest(folder: Path) -> str:
-    """SHA-256 of what decides a folder's tokens: its tokenizer.json without the lengths to which others cut and pad,
-    which an artifact has of its run."""
-    document = json_files.read(folder / "tokenizer.json") | {"truncation": None, "padding": None}
+def hash_tokenizer(folder: Path) -> str:
+    """SHA-256 of a folder's tokenizer.json, without its settings of truncation and padding, which an artifact takes
+    from its run."""
+    document = json_files.load_json_object(folder / "tokenizer.json") | {"truncation": None, "padding": None}
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 
 
-def of(uris: Sequence[str], known: Known) -> list[Digest]:
-    """The digest of each file, in their order. A file is read only if `known` has no digest for its present stamp."""
+def compute_digests(uris: Sequence[str], cache: DigestCache) -> list[FileDigest]:
+    """The digest of each file, in their order. A file is read only if `cache` has no digest for its present stamp."""
 
-    def one(uri: str) -> Digest:
-        begin, stamp = time.time(), _stamp(uri)
-        if stamp is not None and known.get(uri, ("", ""))[0] == stamp.text:
-            return Digest(uri, known[uri][1], stamp.text)
-        sha256 = file_digest(uri)
-        sound = stamp is not None and stamp.changed < begin - SETTLED_S and _stamp(uri) == stamp
-        return Digest(uri, sha256, stamp.text if stamp and sound else None)
+    def compute_digest(uri: str) -> FileDigest:
+        started_at, stamp = time.time(), _read_stamp(uri)
+        if stamp is not None and cache.get(uri, ("", ""))[0] == stamp.text:
+            return FileDigest(uri, cache[uri][1], stamp.text)
+        sha256 = hash_file(uri)
+        is_stable = stamp is not None and stamp.changed_at < started_at - MIN_UNCHANGED_S and _read_stamp(uri) == stamp
+        return FileDigest(uri, sha256, stamp.text if stamp and is_stable else None)
 
-    with ThreadPoolExecutor(max(1, min(AT_ONCE, len(uris)))) as threads:
-        return list(threads.map(one, uris))
+    with ThreadPoolExecutor(max(1, min(MAX_THREADS, len(uris)))) as threads:
+        return list(threads.map(compute_digest, uris))
 
 
-def known(root: Path) -> Known:
-    """The digests that earlier starts have left under `root`; none if they cannot be read."""
+def load_cache(root: Path) -> DigestCache:
+    """The cached digests under `root`; empty if unreadable."""
     try:
-        document: Any = json.loads((root / NAME).read_text(encoding="utf-8"))
+        document: Any = json.loads((root / CACHE_FILE).read_text(encoding="utf-8"))
         return {str(uri): (str(stamp), str(sha256)) for uri, (stamp, sha256) in document.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def remember(root: Path, found: Sequence[Digest]) -> None:
-    """Leave the digests that have a stamp to the next start. If two processes write at once, the digests of one are
-    lost, and are made again when they are needed."""
-    before = known(root)
-    after = {**before, **{one.uri: (one.stamp, one.sha256) for one in found if one.stamp is not None}}
-    if after != before:
-        draft = root / f"{NAME}.{uuid.uuid4().hex[:8]}"
+def update_cache(root: Path, file_digests: Sequence[FileDigest]) -> None:
+    """Cache the digests that have a stamp. If two processes write at once, the digests of one are lost and computed
+    again when needed."""
+    old_cache = load_cache(root)
+    new_cache = {
+        **old_cache,
+        **{digest.uri: (digest.stamp, digest.sha256) for digest in file_digests if digest.stamp is not None},
+    }
+    if new_cache != old_cache:
+        draft = root / f"{CACHE_FILE}.{uuid.uuid4().hex[:8]}"
         with suppress(OSError):  # where the folder cannot be written, the next start hashes again
-            draft.write_text(json.dumps(after), encoding="utf-8")
-            draft.replace(root / NAME)
+            draft.write_text(json.dumps(new_cache), encoding="utf-8")
+            draft.replace(root / CACHE_FILE)
 
 
-def forget(root: Path) -> None:
-    """Remove what is remembered under `root`, since some of it was wrong."""
-    (root / NAME).unlink(missing_ok=True)
+def clear_cache(root: Path) -> None:
+    """Delete the cache under `root`, since an entry was wrong."""
+    (root / CACHE_FILE).unlink(missing_ok=True)
 
 
 class _Stamp(NamedTuple):
     """Facts of a file that change whenever the file does."""
 
     text: str
-    changed: float
+    changed_at: float
     """Time of the last change, in seconds since 1970; 0 for storage that gives every change its own stamp."""
 
 
-def _stamp(uri: str) -> _Stamp | None:
+def _read_stamp(uri: str) -> _Stamp | None:
     """The stamp of a file; None if its storage keeps no fact that must change with the file."""
     filesystem, path = fsspec.core.url_to_fs(uri)
     if isinstance(filesystem, LocalFileSystem):
         with open(path, "rb") as file:  # opening makes a network file system ask its server
-            found = os.fstat(file.fileno())
-        text = f"{found.st_ctime_ns} {found.st_mtime_ns} {found.st_size} {found.st_ino} {found.st_dev}"
-        return _Stamp(text, max(found.st_ctime, found.st_mtime))
+            stat = os.fstat(file.fileno())
+        text = f"{stat.st_ctime_ns} {stat.st_mtime_ns} {stat.st_size} {stat.st_ino} {stat.st_dev}"
+        return _Stamp(text, max(stat.st_ctime, stat.st_mtime))
     protocols = (filesystem.protocol,) if isinstance(filesystem.protocol, str) else filesystem.protocol
-    if not set(protocols) & set(TAGGED):
+    if not set(protocols) & set(ETAG_PROTOCOLS):
         return None
     filesystem.invalidate_cache()  # a cached listing may be older than the file
     information = filesystem.info(path)

@@ -1,4 +1,4 @@
-"""`data.path` and its like -> the files that hold the rows, each with its format and its role.
+"""`data.path`, `data.valid` and `data.test` -> the files that hold the rows, each with its format and its role.
 
 An address is a file, a folder, a glob, a folder of `datasets`, or the name of a data set on the hub.
 """
@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from rtrain.core import hub
 from rtrain.core.errors import ConfigError, Problem, find_nearest_file
-from rtrain.data.readers.values import printable
+from rtrain.data.readers.values import replace_surrogates
 from rtrain.data.sources import paths
-from rtrain.data.sources.paths import is_glob, refused, suffix
+from rtrain.data.sources.paths import file_suffix, is_glob, make_config_error
 
-LOCAL = "file://"
-NO_FILE = "no such file, folder or glob"
-SUFFIXES = {
+LOCAL_SCHEME = "file://"
+NO_FILE_REASON = "no such file, folder or glob"
+FORMAT_BY_SUFFIX = {
     ".csv": "csv",
     ".tsv": "tsv",
     ".jsonl": "jsonl",
@@ -26,17 +26,17 @@ SUFFIXES = {
     ".parquet": "parquet",
     ".conll": "conll",
 }
-ROLES = {
+ROLE_BY_SPLIT_NAME = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("valid", "validation", "val", "dev", "devel", "development"), "valid"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 """The split (`train`, `valid` or `test`) by each name that a column or a data set may give it, in lower case."""
-_SPLITS, _STATE = ("dataset_dict.json", "splits"), ("state.json", "_data_files")
+_DATASET_SPLITS, _DATASET_FILES = ("dataset_dict.json", "splits"), ("state.json", "_data_files")
 """Files of a `datasets` folder, each with its key under which its splits or its files are listed."""
 
 
-class Piece(NamedTuple):
+class SourceFile(NamedTuple):
     """A file that one data task reads.
 
     `role` is `train`, `valid` or `test`; `format` is a value of `data.format`, and says how the file is read.
@@ -46,145 +46,164 @@ class Piece(NamedTuple):
     format: str
     role: str
     delimiter: str = ","
-    """Sign between the columns of a csv file."""
+    """Separator of the columns of a csv file."""
     escape: str = ""
-    """Sign that escapes quotes inside quotes in a csv file; empty where they are doubled."""
+    """Character that escapes quotes inside quotes in a csv file; empty if they are doubled."""
 
 
-def find(field: str, uri: str, format: str | None, role: str, root: Path | None) -> list[Piece]:
+def find_files(field: str, uri: str, format: str | None, role: str, root: Path | None) -> list[SourceFile]:
     """The files of the address `uri`, sorted by name; a data set with several splits gives each file its split's role.
 
     `field` is the setting that holds the address, for the messages. A data set of the hub is read from its copy under
     `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty.
     """
-    filesystem, path = paths.filesystem(field, uri)
-    with paths.asked(field, uri):
-        return _found(field, uri, filesystem, path, format, role, root)
+    filesystem, path = paths.resolve_filesystem(field, uri)
+    with paths.wrap_storage_errors(field, uri):
+        return _list_files(field, uri, filesystem, path, format, role, root)
 
 
-def _found(
+def _list_files(
     field: str, uri: str, filesystem: Any, path: str, format: str | None, role: str, root: Path | None
-) -> list[Piece]:
-    if filesystem.isdir(path) and (format == "datasets" or _is_datasets(filesystem, path)):
-        return _datasets_pieces(field, filesystem, path, role)
+) -> list[SourceFile]:
+    if filesystem.isdir(path) and (format == "datasets" or _is_dataset_folder(filesystem, path)):
+        return _list_dataset_files(field, filesystem, path, role)
     # Plain files come before globs: a file may be called `rows [final].csv`, and a `?` in a URL begins its query.
     if filesystem.isfile(path):
         files = [path]
     elif filesystem.isdir(path):
-        files = [name for name in filesystem.find(path) if suffix(name) in SUFFIXES and not _is_hidden(name, path)]
+        files = [
+            name
+            for name in filesystem.find(path)
+            if file_suffix(name) in FORMAT_BY_SUFFIX and not _is_hidden(name, path)
+        ]
     elif is_glob(uri):
-        above = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
-        asked = _is_hidden(path, above)
-        found = (name for name in filesystem.glob(path) if asked or not _is_hidden(name, above))
-        files = [name for name in found if filesystem.isfile(name)]
+        parent = re.split(r"[*?\[]", path)[0].rpartition("/")[0]
+        includes_hidden = _is_hidden(path, parent)
+        matches = (name for name in filesystem.glob(path) if includes_hidden or not _is_hidden(name, parent))
+        files = [name for name in matches if filesystem.isfile(name)]
     elif is_hub_name(uri, format):
-        return _hub_pieces(field, uri, role, root, _nearby(filesystem, path))
+        return _list_hub_files(field, uri, role, root, _suggest_path(filesystem, path))
     elif filesystem.exists(path):
         fix = "its rows are read more than once: write them to a file"
-        raise refused(field, uri, "no file or folder, but a pipe or the like", fix, "not_a_file")
+        raise make_config_error(field, uri, "no file or folder, but a pipe or the like", fix, "not_a_file")
     else:
-        raise refused(field, uri, NO_FILE, _nearby(filesystem, path), "not_found")
+        raise make_config_error(field, uri, NO_FILE_REASON, _suggest_path(filesystem, path), "not_found")
     if not files:
-        raise refused(field, uri, "no data file in it", f"expected {', '.join(sorted(SUFFIXES))}", "no_data_files")
-    pieces = []
+        raise make_config_error(
+            field, uri, "no data file in it", f"expected {', '.join(sorted(FORMAT_BY_SUFFIX))}", "no_data_files"
+        )
+    source_files = []
     for name in sorted(files):
-        if printable(name) != name:
-            fix = "rename it: what is kept of a row names its file"
-            raise refused(field, name, "its name is not UTF-8", fix, "not_utf8")
-        known = format or SUFFIXES.get(suffix(name))
-        if known is None:
+        if replace_surrogates(name) != name:
+            fix = "rename it: the token store records the file name of each row"
+            raise make_config_error(field, name, "its name is not UTF-8", fix, "not_utf8")
+        file_format = format or FORMAT_BY_SUFFIX.get(file_suffix(name))
+        if file_format is None:
             fix = "set data.format to csv, tsv, jsonl, parquet, conll or squad"
-            raise refused(field, name, "its name does not tell its format", fix, "unknown_format")
+            raise make_config_error(field, name, "its suffix names no format", fix, "unknown_format")
         try:
             size = filesystem.size(name)
         except FileNotFoundError:
-            fix = "mend the link, or remove it"
-            raise refused(field, name, "a link that leads to no file", fix, "not_found") from None
+            fix = "correct the link, or remove it"
+            raise make_config_error(field, name, "a link that leads to no file", fix, "not_found") from None
         if size == 0:
-            raise refused(field, name, "the file is empty", "write a header line and rows, or remove it", "empty_file")
-        pieces.append(Piece(filesystem.unstrip_protocol(name), known, role))
-    return pieces
+            raise make_config_error(
+                field, name, "the file is empty", "write a header line and rows, or remove it", "empty_file"
+            )
+        source_files.append(SourceFile(filesystem.unstrip_protocol(name), file_format, role))
+    return source_files
 
 
-def tells_format(name: str) -> bool:
+def has_format_suffix(name: str) -> bool:
     """Whether a file's name says its format. `.json` does not: the file may hold rows or be a SQuAD file."""
-    return suffix(name) in SUFFIXES.keys() - {".json"}
+    return file_suffix(name) in FORMAT_BY_SUFFIX.keys() - {".json"}
 
 
-def _nearby(filesystem: Any, path: str) -> str:
+def _suggest_path(filesystem: Any, path: str) -> str:
     parent = str(Path(path).parent)
-    found = filesystem.ls(parent, detail=False) if filesystem.isdir(parent) else []
-    names = sorted(name for name in (Path(entry).name for entry in found) if name[0] != ".")
-    if near := find_nearest_file(Path(path).name, names):
-        return f"did you mean {Path(parent) / near}?"
+    entries = filesystem.ls(parent, detail=False) if filesystem.isdir(parent) else []
+    names = sorted(name for name in (Path(entry).name for entry in entries) if name[0] != ".")
+    if nearest := find_nearest_file(Path(path).name, names):
+        return f"did you mean {Path(parent) / nearest}?"
     listed = ", ".join(names[:8])
     return f"{parent} holds {listed}" if names else "write the path of an existing file, or a hub name (owner/name)"
 
 
-def _is_hidden(name: str, above: str) -> bool:
-    """Whether a path has a hidden name below `above`: what editors and systems keep beside the rows, such as copies of
-    them in .ipynb_checkpoints."""
-    return any(part.startswith((".", "__MACOSX")) for part in name.removeprefix(above).split("/"))
+def _is_hidden(name: str, parent: str) -> bool:
+    """Whether a path has a hidden name below `parent`, such as copies in .ipynb_checkpoints."""
+    return any(part.startswith((".", "__MACOSX")) for part in name.removeprefix(parent).split("/"))
 
 
-def _is_datasets(filesystem: Any, path: str) -> bool:
-    return any(_listed(filesystem, path, *place) is not None for place in (_SPLITS, _STATE))
+def _is_dataset_folder(filesystem: Any, path: str) -> bool:
+    return any(_read_list(filesystem, path, *entry) is not None for entry in (_DATASET_SPLITS, _DATASET_FILES))
 
 
-def _listed(filesystem: Any, folder: str, name: str, key: str) -> list[Any] | None:
-    """What a file of `save_to_disk` lists; None where it is missing, or is another program's file of that name."""
+def _read_list(filesystem: Any, folder: str, name: str, key: str) -> list[Any] | None:
+    """The list under `key` in a file of `save_to_disk`; None if it is missing or another program's file."""
     try:
-        found = json.loads(filesystem.cat_file(f"{folder}/{name}"))[key]
+        values = json.loads(filesystem.cat_file(f"{folder}/{name}"))[key]
     except (FileNotFoundError, ValueError, KeyError, TypeError):
         return None
-    return found if isinstance(found, list) else None
+    return values if isinstance(values, list) else None
 
 
-def _datasets_pieces(field: str, filesystem: Any, path: str, role: str) -> list[Piece]:
-    """The arrow files of a folder that `save_to_disk` wrote. `_roles` chooses among several splits."""
+def _list_dataset_files(field: str, filesystem: Any, path: str, role: str) -> list[SourceFile]:
+    """The arrow files of a folder that `save_to_disk` wrote. `_resolve_roles` chooses among several splits."""
     folders = {path: role}
-    if (names := _listed(filesystem, path, *_SPLITS)) is not None:
-        folders = {f"{path}/{name}": found for name, found in _roles(field, path, names, role).items()}
-    pieces = []
-    for folder, found in folders.items():
-        entries = _listed(filesystem, folder, *_STATE)
+    if (names := _read_list(filesystem, path, *_DATASET_SPLITS)) is not None:
+        folders = {
+            f"{path}/{name}": split_role for name, split_role in _resolve_roles(field, path, names, role).items()
+        }
+    source_files = []
+    for folder, split_role in folders.items():
+        entries = _read_list(filesystem, folder, *_DATASET_FILES)
         if entries is None:
             fix = "name a folder that save_to_disk wrote, or leave out data.format"
-            raise refused(field, folder, "no folder of `datasets` (state.json)", fix, "not_a_dataset")
+            raise make_config_error(field, folder, "no folder of `datasets` (state.json)", fix, "not_a_dataset")
         files = [f"{folder}/{entry['filename']}" for entry in entries]
-        pieces += [Piece(filesystem.unstrip_protocol(file), "datasets", found) for file in files]
-    return pieces
+        source_files += [SourceFile(filesystem.unstrip_protocol(file), "datasets", split_role) for file in files]
+    return source_files
 
 
-def _roles(field: str, source: str, names: Iterable[str], role: str) -> dict[str, str]:
-    """The role of each split of a data set that is to be read, by the split's name.
+def _resolve_roles(field: str, source: str, names: Iterable[str], role: str) -> dict[str, str]:
+    """The role of each split of a data set to read, by the split's name.
 
-    A set that data.path names (`role` is `train`) gives every split whose name is known, any other gives `role` alone.
+    A data set in data.path (`role` is `train`) gives every split with a known name, any other gives `role` alone.
     Raises `ConfigError` if no split has that role.
     """
-    found = {name: ROLES[name.lower()] for name in names if name.lower() in ROLES}
-    if role not in found.values():
+    role_by_name = {name: ROLE_BY_SPLIT_NAME[name.lower()] for name in names if name.lower() in ROLE_BY_SPLIT_NAME}
+    if role not in role_by_name.values():
         fix = f"it has {', '.join(names)}; name the folder of one"
-        raise refused(field, source, f"no split {role!r}", fix, "unknown_split")
-    return {name: known for name, known in found.items() if role in ("train", known)}
+        raise make_config_error(field, source, f"no split {role!r}", fix, "unknown_split")
+    return {name: split_role for name, split_role in role_by_name.items() if role in ("train", split_role)}
 
 
 def is_hub_name(uri: str, format: str | None) -> bool:
-    """Whether `uri` asks for rows of the hub: it has the form of a hub name, and no file here has that path.
+    """Whether `uri` has the form of a hub name.
 
-    A name that ends as a data file does is taken as a mistyped path, not as a hub name.
+    A name with the suffix of a data file is a mistyped path, not a hub name.
     """
-    return format in (None, "datasets") and (format or suffix(uri) not in SUFFIXES) and hub.is_name(uri)
+    return (
+        format in (None, "datasets") and (format or file_suffix(uri) not in FORMAT_BY_SUFFIX) and hub.is_hub_name(uri)
+    )
 
 
-def _hub_pieces(field: str, name: str, role: str, root: Path | None, nearby: str) -> list[Piece]:
+def _list_hub_files(field: str, name: str, role: str, root: Path | None, suggestion: str) -> list[SourceFile]:
     """The arrow files of a data set of the hub, each with the role of its split."""
     try:
-        files = hub.dataset(name, root)
-    except hub.Refused as error:
+        files = hub.fetch_dataset(name, root)
+    except hub.HubError as error:
         problem = Problem(
-            field, name, f"no such file or folder here, and {error.reason}", f"{error.fix}; {nearby}", code="not_found"
+            field,
+            name,
+            f"no such file or folder here, and {error.reason}",
+            f"{error.fix}; {suggestion}",
+            code="not_found",
         )
         raise ConfigError([problem]) from None
-    roles = _roles(field, name, files, role)
-    return [Piece(f"file://{file}", "datasets", found) for split, found in roles.items() for file in files[split]]
+    roles = _resolve_roles(field, name, files, role)
+    return [
+        SourceFile(f"file://{file}", "datasets", split_role)
+        for split, split_role in roles.items()
+        for file in files[split]
+    ]

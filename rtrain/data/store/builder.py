@@ -1,4 +1,5 @@
-"""Rows -> token store: its address, the Ray Data job that writes its shards, and the commit (`rtrain.data.stores`)."""
+"""Rows -> token store: its address, the Ray Data job that writes its shards, and the commit
+(`rtrain.data.store.commit`)."""
 
 import hashlib
 import json
@@ -9,7 +10,7 @@ from typing import Any
 
 from rtrain import ray_internals
 from rtrain.config import Recipe
-from rtrain.config.recipe import NEUTRAL_DATA, without_neutral
+from rtrain.config.recipe import NEUTRAL_DATA_SETTINGS, drop_neutral
 from rtrain.core import atomic_write, hub
 from rtrain.core.errors import Problem, UserError
 from rtrain.core.ragged import Head
@@ -18,200 +19,230 @@ from rtrain.data.augment import paraphrase, rewriting, variants
 from rtrain.data.sources import digests
 from rtrain.data.splits import Splits
 from rtrain.data.store import commit, merge, read_tasks, shards, store
-from rtrain.data.store.shards import Job
+from rtrain.data.store.shards import TokenizeJob
 from rtrain.tasks import base
-from rtrain.tasks.encode import reading_of
+from rtrain.tasks.encode import resolve_window_spec
 from rtrain.tasks.labels import canonical_name
 
-PAIR_SPECIALS = 4
-"""Most tokens that a tokenizer puts round two texts: RoBERTa's four, BERT's three."""
-Taught = Callable[[store.Store, Path, Callable[[Path], store.Store]], None]
-"""Has a teacher answer the training rows of a store: of (the store, the folder of the model that its rows are tokenised
-for, what makes the store of the same rows for another model)."""
+MAX_PAIR_SPECIAL_TOKENS = 4
+"""Most special tokens of two texts: four with RoBERTa, three with BERT."""
+TeacherPass = Callable[[store.Store, Path, Callable[[Path], store.Store]], None]
+"""Computes a teacher's logits for the training rows of a store. Arguments: the store, the folder of the model whose
+tokenizer it uses, and a function that builds the store of the same rows for another model."""
 
 
-def digest(recipe: Recipe, source: row_reader.Source, model: Path) -> str:
+def compute_digest(recipe: Recipe, source: row_reader.DataSource, model: Path) -> str:
     """The store's address, 16 hex digits of a SHA-256.
 
-    It is made from the rows, the tokenizer and the settings that shape the store, and from nothing else: runs that
-    differ in other settings share the store. The teacher says which rows without labels are taken.
+    It depends on the rows, the tokenizer and the settings that shape the store only: runs that differ in other settings
+    share the store. The teacher selects the unlabeled rows.
     """
-    labelled, further = unlabeled.parted(source)
-    own = _digest(recipe, labelled, model)
-    if not further.pieces:
-        return own
-    rows = _digest_unlabelled(recipe, further, model, own)
-    return _hashed(own, rows, recipe.distill.answers, recipe.distill.confidence)
+    labeled_source, unlabeled_source = unlabeled.split_source(source)
+    labeled_digest = _compute_source_digest(recipe, labeled_source, model)
+    if not unlabeled_source.files:
+        return labeled_digest
+    unlabeled_digest = _compute_unlabeled_digest(recipe, unlabeled_source, model, labeled_digest)
+    return _hash_parts(labeled_digest, unlabeled_digest, recipe.distill.teacher_logits_key, recipe.distill.confidence)
 
 
-def _digest_unlabelled(recipe: Recipe, further: row_reader.Source, model: Path, labelled: str) -> str:
-    return _hashed(_digest(unlabeled.recipe_of(recipe), further, model), labelled)
+def _compute_unlabeled_digest(
+    recipe: Recipe, unlabeled_source: row_reader.DataSource, model: Path, labeled_digest: str
+) -> str:
+    return _hash_parts(
+        _compute_source_digest(unlabeled.make_unlabeled_recipe(recipe), unlabeled_source, model), labeled_digest
+    )
 
 
-def _hashed(*parts: object) -> str:
+def _hash_parts(*parts: object) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _digest(recipe: Recipe, source: row_reader.Source, model: Path) -> str:
+def _compute_source_digest(recipe: Recipe, source: row_reader.DataSource, model: Path) -> str:
     data = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
-    settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **without_neutral(data, NEUTRAL_DATA)}
-    if (rule := base.get(recipe.task).rule_of_marks) > 1:
-        settings["marks"] = rule
-    if recipe.augment.active:
-        models = [_model_digest(name) for name in (recipe.augment.paraphrase, recipe.augment.pivot) if name]
-        settings["augment"] = {**recipe.augment.model_dump(mode="json"), "paraphrase": models, "pivot": None}
-    made_of = source.digest(), digests.tokenizer_digest(model), json.dumps(settings, sort_keys=True)
-    return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
+    settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **drop_neutral(data, NEUTRAL_DATA_SETTINGS)}
+    if (rule := base.get_task(recipe.task).target_rule_version) > 1:
+        settings["target_rule_version"] = rule
+    if recipe.augment.is_active:
+        models = [
+            _hash_model(name) for name in (recipe.augment.paraphrase, recipe.augment.back_translation_model) if name
+        ]
+        settings["augment"] = {
+            **recipe.augment.model_dump(mode="json"),
+            "paraphrase": models,
+            "back_translation_model": None,
+        }
+    parts = source.digest(), digests.hash_tokenizer(model), json.dumps(settings, sort_keys=True)
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
-def _model_digest(name: str) -> str:
-    """The SHA-256 of each file of a model folder, wherever it lies; a hub name stands for itself."""
+def _hash_model(name: str) -> str:
+    """The SHA-256 of each file of a model folder, at any location; or the hub name."""
     files = sorted(path for path in Path(name).glob("*") if path.suffix in (".json", ".safetensors", ".model"))
-    return " ".join(digests.file_digest(str(path)) for path in files) or name
+    return " ".join(digests.hash_file(str(path)) for path in files) or name
 
 
-def problems(recipe: Recipe) -> list[Problem]:
-    """Settings that shape the rows and that the recipe's task cannot follow."""
-    task = base.get(recipe.task)
-    found = variants.problems(recipe, task)
-    if recipe.data.outside is not None and not task.finds_outside:
-        reason = f"{task.name} does not tell rows that belong to none of its labels"
-        found.append(Problem("data.outside", recipe.data.outside, reason, "remove it", code="unsupported"))
-    if (outside := recipe.data.outside) and outside != canonical_name(outside):
-        fix = f"write {canonical_name(outside)}"
-        found.append(
-            Problem("data.outside", outside, "rows have this label under another name", fix, code="wrong_form")
+def find_problems(recipe: Recipe) -> list[Problem]:
+    """Problems of settings that shape the rows and that the recipe's task does not support."""
+    task = base.get_task(recipe.task)
+    problems = variants.find_problems(recipe, task)
+    if recipe.data.out_of_scope_label is not None and not task.supports_out_of_scope:
+        reason = f"{task.name} does not support out-of-scope rows"
+        problems.append(
+            Problem("data.out_of_scope_label", recipe.data.out_of_scope_label, reason, "remove it", code="unsupported")
+        )
+    if (out_of_scope_label := recipe.data.out_of_scope_label) and out_of_scope_label != canonical_name(
+        out_of_scope_label
+    ):
+        fix = f"write {canonical_name(out_of_scope_label)}"
+        problems.append(
+            Problem(
+                "data.out_of_scope_label",
+                out_of_scope_label,
+                "rows have this label in its canonical form",
+                fix,
+                code="not_canonical",
+            )
         )
     if isinstance(recipe.data.label, tuple) and task.output != "heads":
-        reason = f"several columns, and {task.name} reads one: each combination would be a label of its own"
+        reason = f"several columns, and {task.name} reads one: each combination would be a label"
         fix = "name one, or add task=multi_head to have an answer for each"
-        found.append(Problem("data.label", list(recipe.data.label), reason, fix, code="several_columns"))
-    reading = reading_of(task, recipe.data)
-    most = max(0, (reading.max_tokens - PAIR_SPECIALS) // 2 - 1)
-    # A question has a fourth of a window at most, which leaves more than half of it to the context. A student reads its
-    # rows as its teacher did.
+        problems.append(Problem("data.label", list(recipe.data.label), reason, fix, code="several_columns"))
+    window_spec = resolve_window_spec(task, recipe.data)
+    max_stride = max(0, (window_spec.max_tokens - MAX_PAIR_SPECIAL_TOKENS) // 2 - 1)
+    # A question takes a fourth of a window at most, which leaves more than half of it to the context. A student uses
+    # the windows of its teacher.
     paired = recipe.data.text_pair is not None and not task.needs_pair
-    if paired and reading.stride > most and recipe.distill.teacher is None:
-        reason = "two long texts have half a window each, and neighbours would share all of it"
-        found.append(Problem("data.stride", reading.stride, reason, f"write {most} or less", code="out_of_range"))
-    if task.packs and reading.stride and recipe.distill.teacher is None:
-        reason = "blocks of text share no tokens: by windows that do, a block would be cut before it is full"
-        found.append(Problem("data.stride", reading.stride, reason, "write 0", code="out_of_range"))
-    return found
+    if paired and window_spec.stride > max_stride and recipe.distill.teacher is None:
+        reason = "two long texts have half a window each, and adjacent windows would share all of it"
+        problems.append(
+            Problem("data.stride", window_spec.stride, reason, f"write {max_stride} or less", code="out_of_range")
+        )
+    if task.packs_text and window_spec.stride and recipe.distill.teacher is None:
+        reason = "blocks of text share no tokens: overlapping windows would cut a block before it is full"
+        problems.append(Problem("data.stride", window_spec.stride, reason, "write 0", code="out_of_range"))
+    return problems
 
 
-def ensure(
-    recipe: Recipe, source: row_reader.Source, model: Path, root: Path, taught: Taught | None = None
+def build_or_open(
+    recipe: Recipe, source: row_reader.DataSource, model: Path, root: Path, teacher_pass: TeacherPass | None = None
 ) -> tuple[store.Store, bool]:
-    """The token store of a recipe under `root`, and whether it had to be made. Needs Ray only to make it.
+    """Open the token store of a recipe under `root`, or build it, which needs Ray. Returns it and whether it was built.
 
-    A student's has its teacher's answers: `taught` has them computed where they are not there yet. Raises `UserError`
-    where the store is damaged or cannot be made.
+    A student's store has its teacher's logits: `teacher_pass` computes missing ones. Raises `UserError` if the store is
+    damaged or cannot be built.
     """
-    source = source.beside(root)
-    labelled, further = unlabeled.parted(source)
-    final = root / ".tokens" / digest(recipe, source, model)
-    if found := _finished(final, source, root):
-        own, made = found, False
-    elif further.pieces:
-        return _joined(recipe, labelled, further, model, root, taught), True
+    source = source.with_cached_digests(root)
+    labeled_source, unlabeled_source = unlabeled.split_source(source)
+    final = root / ".tokens" / compute_digest(recipe, source, model)
+    if existing_store := _open_finished(final, source, root):
+        token_store, was_built = existing_store, False
+    elif unlabeled_source.files:
+        return _build_merged_store(recipe, labeled_source, unlabeled_source, model, root, teacher_pass), True
     else:
-        own, made = _made(recipe, source, model, final, root), True
-    if taught and not further.pieces:
-        taught(own, model, lambda other: ensure(recipe, labelled, other, root)[0])
-    return own, made
+        token_store, was_built = _build_store(recipe, source, model, final, root), True
+    if teacher_pass and not unlabeled_source.files:
+        teacher_pass(
+            token_store, model, lambda other_model: build_or_open(recipe, labeled_source, other_model, root)[0]
+        )
+    return token_store, was_built
 
 
-def _joined(
+def _build_merged_store(
     recipe: Recipe,
-    labelled: row_reader.Source,
-    further: row_reader.Source,
+    labeled_source: row_reader.DataSource,
+    unlabeled_source: row_reader.DataSource,
     model: Path,
     root: Path,
-    taught: Taught | None,
+    teacher_pass: TeacherPass | None,
 ) -> store.Store:
-    """The store of labelled rows and of those of the others that the teacher is sure of."""
-    own, _ = ensure(recipe, labelled, model, root, taught)
-    alone, teacher = unlabeled.recipe_of(recipe), str(recipe.distill.answers)
+    """Build the store of labeled rows and of the unlabeled rows that the teacher is confident of."""
+    labeled_store, _ = build_or_open(recipe, labeled_source, model, root, teacher_pass)
+    unlabeled_recipe, teacher = unlabeled.make_unlabeled_recipe(recipe), str(recipe.distill.teacher_logits_key)
 
-    def rows(folder: Path) -> store.Store:
-        digest_own = _digest(recipe, labelled, folder)
-        final = root / ".tokens" / _digest_unlabelled(recipe, further, folder, digest_own)
-        return _finished(final, further, root) or _made(alone, further, folder, final, root, own.manifest.head)
+    def build_unlabeled_store(folder: Path) -> store.Store:
+        labeled_digest = _compute_source_digest(recipe, labeled_source, folder)
+        final = root / ".tokens" / _compute_unlabeled_digest(recipe, unlabeled_source, folder, labeled_digest)
+        return _open_finished(final, unlabeled_source, root) or _build_store(
+            unlabeled_recipe, unlabeled_source, folder, final, root, labeled_store.manifest.head
+        )
 
-    others = rows(model)
-    if taught:
-        taught(others, model, rows)
-    task = base.get(recipe.task)
-    chosen = unlabeled.chosen(others, own, task, teacher, recipe.distill.confidence)
-    left_out = {"unsure": chosen.unsure, "repeated": chosen.repeated}
-    address = _hashed(own.manifest.digest, others.manifest.digest, teacher, recipe.distill.confidence)
-    return merge.write(root / ".tokens" / address, own, others, chosen.positions, left_out, teacher)
+    unlabeled_store = build_unlabeled_store(model)
+    if teacher_pass:
+        teacher_pass(unlabeled_store, model, build_unlabeled_store)
+    task = base.get_task(recipe.task)
+    selection = unlabeled.select_rows(unlabeled_store, labeled_store, task, teacher, recipe.distill.confidence)
+    left_out = {"low_confidence": selection.num_low_confidence, "duplicates": selection.num_duplicates}
+    address = _hash_parts(
+        labeled_store.manifest.digest, unlabeled_store.manifest.digest, teacher, recipe.distill.confidence
+    )
+    return merge.merge_stores(
+        root / ".tokens" / address, labeled_store, unlabeled_store, selection.positions, left_out, teacher
+    )
 
 
-def _finished(final: Path, source: row_reader.Source, root: Path) -> store.Store | None:
+def _open_finished(final: Path, source: row_reader.DataSource, root: Path) -> store.Store | None:
     if not final.is_dir():
         return None
-    found = store.Store(final)
-    found.check(size_only=True)
-    atomic_write.sweep(final)
-    digests.remember(root, source.hashed)
-    return found
+    finished_store = store.Store(final)
+    finished_store.check(size_only=True)
+    atomic_write.remove_stale_drafts(final)
+    digests.update_cache(root, source.file_digests)
+    return finished_store
 
 
-def _made(
-    recipe: Recipe, source: row_reader.Source, model: Path, final: Path, root: Path, head: Head | None = None
+def _build_store(
+    recipe: Recipe, source: row_reader.DataSource, model: Path, final: Path, root: Path, head: Head | None = None
 ) -> store.Store:
-    # A folder without tokenizer and a model that cannot write are refused before any task starts.
-    variants.noise_of(recipe.augment, shards.tokenizer_of(recipe, model))
-    recipe = with_rewriters(recipe, root)
-    writer = store.Writer(final)
+    # A folder without a tokenizer, and a rewriting model that cannot generate, raise before any task starts.
+    variants.make_noise(recipe.augment, shards.load_task_tokenizer(recipe, model))
+    recipe = resolve_rewriters(recipe, root)
+    writer = store.StoreWriter(final)
     try:
-        splits = Splits.of(recipe.data, source) if head is None else Splits(has_test=True, valid_share=0.0)
-        job = Job(recipe, model, writer.folder, splits, head)
-        made = commit.commit(job, source, writer, _run(job, source))
+        splits = Splits.from_config(recipe.data, source) if head is None else Splits(has_test=True, valid_share=0.0)
+        job = TokenizeJob(recipe, model, writer.folder, splits, head)
+        built_store = commit.commit_store(job, source, writer, _run_tasks(job, source))
     except BaseException:
         writer.abandon()
         raise
-    digests.remember(root, source.hashed)
-    return made
+    digests.update_cache(root, source.file_digests)
+    return built_store
 
 
-def with_rewriters(recipe: Recipe, root: Path) -> Recipe:
-    """The recipe with the folders of the models that rewrite texts, which every node reads, in place of hub names."""
+def resolve_rewriters(recipe: Recipe, root: Path) -> Recipe:
+    """The recipe with folders of the rewriting models, which every node reads, in place of hub names."""
     folders: dict[str, str] = {}
-    for field in ("paraphrase", "pivot"):
+    for field in ("paraphrase", "back_translation_model"):
         if name := getattr(recipe.augment, field):
-            folders[field] = str(hub.model(name, root)) if hub.is_name(name) else name
-            paraphrase.check(folders[field])
+            folders[field] = str(hub.fetch_model(name, root)) if hub.is_hub_name(name) else name
+            paraphrase.check_model(folders[field])
     return recipe.model_copy(update={"augment": recipe.augment.model_copy(update=folders)}) if folders else recipe
 
 
-def _run(job: Job, source: row_reader.Source) -> list[dict[str, Any]]:
+def _run_tasks(job: TokenizeJob, source: row_reader.DataSource) -> list[dict[str, Any]]:
     """Write the shards with Ray Data, one task per file or part.
 
-    Returns what `shards.write_piece` says of each shard, in source order.
+    Returns the entries of `shards.write_shards`, in source order.
     """
     import ray.data
 
-    ray_internals.without_data_actors()
-    tasks = read_tasks.tasks(source)
+    ray_internals.disable_data_actors()
+    tasks = read_tasks.plan_tasks(source)
     if job.recipe.augment.paraphrase is not None:
-        rewriting.run(tasks, partial(shards.texts_to_rewrite, job=job), job.recipe.augment, job.folder)
-    if any(read_tasks.is_cut(task, job.recipe) for task in tasks):
-        whole = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-        tasks = whole.flat_map(partial(read_tasks.cut, recipe=job.recipe)).take_all()
+        rewriting.rewrite_texts(tasks, partial(shards.iter_texts_to_rewrite, job=job), job.recipe.augment, job.folder)
+    if any(read_tasks.should_split(task, job.recipe) for task in tasks):
+        task_dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
+        tasks = task_dataset.flat_map(partial(read_tasks.split_task, recipe=job.recipe)).take_all()
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-    written = dataset.flat_map(partial(_write_piece, job=job)).take_all()
-    if errors := [row for row in written if row["error"]]:
+    shard_rows = dataset.flat_map(partial(_write_shards, job=job)).take_all()
+    if errors := [row for row in shard_rows if row["error"]]:
         raise UserError(errors[0]["error"], code=errors[0]["code"])
-    return sorted(written, key=lambda row: str(row["shard"]))
+    return sorted(shard_rows, key=lambda row: str(row["shard"]))
 
 
-def _write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
-    """`shards.write_piece` as a data task. An error that a user can mend is returned as a row: raised, it would carry
-    Ray's traceback and advice."""
+def _write_shards(task_row: dict[str, Any], job: TokenizeJob) -> Iterator[dict[str, Any]]:
+    """`shards.write_shards` as a data task. A `UserError` is returned as a row: if raised, it would carry Ray's
+    traceback and advice."""
     try:
-        yield from ({**written, "error": "", "code": ""} for written in shards.write_piece(row, job))
+        yield from ({**written, "error": "", "code": ""} for written in shards.write_shards(task_row, job))
     except UserError as error:
-        yield {"number": row["number"], "shard": "", "entry": None, "error": str(error), "code": error.code}
+        yield {"number": task_row["number"], "shard": "", "entry": None, "error": str(error), "code": error.code}

@@ -1,5 +1,5 @@
-"""Columns of all rows of a token store at once, for its commit. They stay in Arrow and numpy, since a Python string
-costs 60 bytes more per row."""
+"""Columns of all rows of a token store, for its commit. They stay in Arrow and numpy, since a Python string costs 60
+bytes more per row."""
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
 from typing import Any
@@ -8,14 +8,14 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from rtrain.core.ragged import Ragged
+from rtrain.core.ragged import RaggedArray
 
 Mask = npt.NDArray[np.bool_]
 BLOCK = 8192
 """Labels that are turned into Python strings at a time."""
 
 
-class Counts(Mapping[str, int]):
+class LabelCounts(Mapping[str, int]):
     """How often each label of a column occurs; labels come in the order of their first occurrence."""
 
     def __init__(self, labels: pa.ChunkedArray):
@@ -30,15 +30,15 @@ class Counts(Mapping[str, int]):
             yield from self._labels.slice(begin, BLOCK).to_pylist()
 
     def __getitem__(self, label: str) -> int:
-        place = self._labels.index(label).as_py()
-        if place < 0:
+        index = self._labels.index(label).as_py()
+        if index < 0:
             raise KeyError(label)
-        return int(self._counts[place])
+        return int(self._counts[index])
 
     def items(self) -> ItemsView[str, int]:
         return _Items(self)
 
-    def pairs(self) -> Iterator[tuple[str, int]]:
+    def iter_items(self) -> Iterator[tuple[str, int]]:
         return zip(self, map(int, self._counts), strict=True)
 
 
@@ -46,49 +46,51 @@ class _Items(ItemsView[str, int]):
     """Items in the order of the labels. The default would search each label, at a cost of the square of their
     number."""
 
-    _mapping: Counts
+    _mapping: LabelCounts
 
     def __iter__(self) -> Iterator[tuple[str, int]]:
-        return self._mapping.pairs()
+        return self._mapping.iter_items()
 
 
-def chosen(column: pa.ChunkedArray, rows: Mask) -> pa.ChunkedArray:
+def filter_column(column: pa.ChunkedArray, rows: Mask) -> pa.ChunkedArray:
     """The column's values at the marked rows. It filters chunk by chunk, since `take` would join all chunks into one,
     which can hold at most 2 GB."""
     return column.filter(pa.array(rows))
 
 
-def lists(column: pa.ChunkedArray) -> Ragged:
+def to_ragged(column: pa.ChunkedArray) -> RaggedArray:
     """A shard's column of lists."""
     array = column.combine_chunks()
     ends = array.offsets.to_numpy()
-    return Ragged(array.values.to_numpy(), np.diff(ends))
+    return RaggedArray(array.values.to_numpy(), np.diff(ends))
 
 
-def joined(parts: Sequence[Ragged]) -> Ragged:
+def concat_ragged(parts: Sequence[RaggedArray]) -> RaggedArray:
     """The rows of all parts, one after another; values are float32."""
     values = [np.empty(0, dtype=np.float32), *(part.values for part in parts)]
-    return Ragged(
+    return RaggedArray(
         np.concatenate(values), np.concatenate([np.empty(0, dtype=np.int32), *(part.counts for part in parts)])
     )
 
 
-def named(names: Sequence[str], numbers: npt.NDArray[np.integer[Any]]) -> pa.DictionaryArray:
+def encode_names(names: Sequence[str], numbers: npt.NDArray[np.integer[Any]]) -> pa.DictionaryArray:
     """The column of `names[number]` for each number; its dictionary holds the names that occur, each once."""
-    once = list(dict.fromkeys(names))
-    place = {name: number for number, name in enumerate(once)}
-    used, codes = np.unique(np.array([place[name] for name in names], dtype=np.int32)[numbers], return_inverse=True)
+    unique_names = list(dict.fromkeys(names))
+    number_by_name = {name: number for number, name in enumerate(unique_names)}
+    used_numbers, codes = np.unique(
+        np.array([number_by_name[name] for name in names], dtype=np.int32)[numbers], return_inverse=True
+    )
     return pa.DictionaryArray.from_arrays(
-        pa.array(codes.astype(np.int32)), pa.array([once[number] for number in used], pa.string())
+        pa.array(codes.astype(np.int32)), pa.array([unique_names[number] for number in used_numbers], pa.string())
     )
 
 
-STEP = np.uint64(0x9E3779B97F4A7C15)
+ID_STEP = np.uint64(0x9E3779B97F4A7C15)
 """Between the ids of two equal rows. It is odd, so that the map of occurrence numbers is one to one; the content hash
 is already uniform."""
 
 
-def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def assign_row_ids(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """64-bit row ids from content hashes. Equal rows get distinct ids by their occurrence number, in source order."""
     order = np.argsort(content, kind="stable")
     ordered = content[order]
@@ -96,20 +98,20 @@ def identify(content: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     counts = np.diff(np.concatenate([starts, [len(ordered)]]))
     occurrence = np.empty(len(content), dtype=np.uint64)
     occurrence[order] = np.arange(len(ordered), dtype=np.uint64) - np.repeat(starts, counts).astype(np.uint64)
-    return content + occurrence * STEP
+    return content + occurrence * ID_STEP
 
 
-def firsts(row_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """For each of these rows, the id of the first one with the same texts and label: what `identify` has counted up.
+def find_first_occurrences(row_ids: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """For each of these rows, the id of the first row with the same texts and label: undoes the count of
+    `assign_row_ids`.
 
-    Where another split has one of the occurrences between two, as a column of splits can have it, the rest counts as
-    other rows.
+    If an occurrence in between is in another split, as with a split column, later occurrences count as other rows.
     """
     ids = np.sort(row_ids)
-    before = ids - STEP
-    at = np.minimum(np.searchsorted(ids, before), max(0, len(ids) - 1))
-    first = np.where(ids[at] == before, at, np.arange(len(ids)))
-    while not np.array_equal(first[first], first):  # each round doubles the way: a thousand equal rows take ten
+    previous_ids = ids - ID_STEP
+    positions = np.minimum(np.searchsorted(ids, previous_ids), max(0, len(ids) - 1))
+    first = np.where(ids[positions] == previous_ids, positions, np.arange(len(ids)))
+    while not np.array_equal(first[first], first):  # each round doubles the distance: a thousand equal rows take ten
         first = first[first]
-    found: npt.NDArray[np.uint64] = ids[first][np.searchsorted(ids, row_ids)]
-    return found
+    first_ids: npt.NDArray[np.uint64] = ids[first][np.searchsorted(ids, row_ids)]
+    return first_ids

@@ -1,6 +1,6 @@
 """The commit of a token store: the shards that data tasks have written -> labels, row ids, an index of each split.
 
-All rows of a store are held at once here, as columns and without their tokens, which stay in the shards.
+All rows of a store are held in memory here, as columns without their tokens.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,18 +15,25 @@ import pyarrow as pa
 
 from rtrain.config import Recipe
 from rtrain.core.errors import UserError
-from rtrain.core.manifest import Entry
-from rtrain.core.ragged import Head, Ragged
+from rtrain.core.manifest import FileEntry
+from rtrain.core.ragged import Head, RaggedArray
 from rtrain.data import checks, contamination, quarantine, row_reader
 from rtrain.data.sources import digests
 from rtrain.data.store import columns, store
-from rtrain.data.store.shards import BAD, LEFT_OUT, SLICE, SPLIT_CODES, Job, tokenizer_of
+from rtrain.data.store.shards import (
+    OUT_OF_SCOPE_CODE,
+    QUARANTINED_CODE,
+    SLICE_PREFIX,
+    SPLIT_CODES,
+    TokenizeJob,
+    load_task_tokenizer,
+)
 from rtrain.tasks import base
-from rtrain.tasks.encode import reading_of
+from rtrain.tasks.encode import resolve_window_spec
 
 
 @dataclass(frozen=True, eq=False)
-class _Rows:
+class _ShardRows:
     """Every row of the shards, in the order of the source. The arrays have one value per row."""
 
     shards: list[pa.Table]
@@ -36,15 +43,16 @@ class _Rows:
     shard: npt.NDArray[np.uint32]
     """Number of the row's shard."""
     offset: npt.NDArray[np.uint32]
-    """Place of the row in its shard."""
-    pieces: npt.NDArray[np.int64]
-    """Number of the source's piece that each shard (not row) was made from."""
+    """Position of the row in its shard."""
+    file_numbers: npt.NDArray[np.int64]
+    """Number of the source file of each shard (not row)."""
     split: npt.NDArray[np.uint8]
-    """A code of `rtrain.data.store.shards`. `_targets` changes it to `BAD` for labels that training lacks."""
+    """A code of `rtrain.data.store.shards`. `_build_targets` changes it to `QUARANTINED_CODE` for labels that training
+    lacks."""
 
     @classmethod
-    def read(cls, folder: Path, names: list[str]) -> "_Rows | None":
-        """The rows of the named shards of a store's folder; None if there are none."""
+    def from_shards(cls, folder: Path, names: list[str]) -> "_ShardRows | None":
+        """Read the rows of the named shards in a store's folder; None if the shards are empty."""
         shards = [
             store.map_table(folder / "shards" / name).drop_columns(["ids", "windows", "text", "pair"]) for name in names
         ]
@@ -62,7 +70,7 @@ class _Rows:
         )
 
     @cached_property
-    def copy(self) -> npt.NDArray[np.bool_]:
+    def is_copy(self) -> npt.NDArray[np.bool_]:
         """Whether augmentation made the row."""
         return self.table["copy"].to_numpy(zero_copy_only=False)  # type: ignore[no-any-return]
 
@@ -71,161 +79,186 @@ class _Rows:
         return self.table["line"].to_numpy()  # type: ignore[no-any-return]
 
     @property
-    def given(self) -> int:
-        """Rows that the user gave: all but the copies."""
-        return len(self.split) - int(self.copy.sum())
+    def num_source_rows(self) -> int:
+        """Rows of the source: all except augmented copies."""
+        return len(self.split) - int(self.is_copy.sum())
 
-    def counts(self) -> dict[str, int]:
+    def count_by_split(self) -> dict[str, int]:
         """Rows of each split."""
         return {name: int((self.split == code).sum()) for name, code in SPLIT_CODES.items()}
 
 
-def commit(job: Job, source: row_reader.Source, writer: store.Writer, written: list[dict[str, Any]]) -> store.Store:
+def commit_store(
+    job: TokenizeJob, source: row_reader.DataSource, writer: store.StoreWriter, shard_rows: list[dict[str, Any]]
+) -> store.Store:
     """Number the labels, give each row its id, write the index of each split, and the manifest last.
 
-    `written` is what `shards.write_piece` said of each shard, in source order. Raises `UserError` where too many rows
-    are bad, a split lacks rows, or a file was changed while it was read.
+    `shard_rows` are the entries of `shards.write_shards`, in source order. Raises `UserError` if too many rows are bad,
+    a split lacks rows, or a file was changed while it was read.
     """
-    checks.changed_files(source, written, writer.final.parent.parent)
-    recipe, names = job.recipe, [row["shard"] for row in written]
-    rows = _Rows.read(writer.folder, names)
+    checks.check_files_unchanged(source, shard_rows, writer.final.parent.parent)
+    recipe, names = job.recipe, [row["shard"] for row in shard_rows]
+    rows = _ShardRows.from_shards(writer.folder, names)
     if rows is None:
         raise UserError(
             f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each", code="no_rows"
         )
-    where = quarantine.locator(source, names, rows.shard, rows.lines)
-    is_bad = rows.split == BAD
-    bad = quarantine.Bad(np.flatnonzero(is_bad), columns.chosen(rows.table["reason"], is_bad).combine_chunks())
-    # A file of unreadable rows has no labels either. Bad rows are refused first, so that the message names the cause.
-    quarantine.refuse_if_too_bad(recipe, bad, rows.given, where)
-    checks.empty_splits(recipe, rows.counts())
+    locate_row = quarantine.make_row_locator(source, names, rows.shard, rows.lines)
+    is_bad = rows.split == QUARANTINED_CODE
+    bad = quarantine.QuarantinedRows(
+        np.flatnonzero(is_bad), columns.filter_column(rows.table["reason"], is_bad).combine_chunks()
+    )
+    # A file of unreadable rows has no labels either. Bad rows are checked first, so the message names the cause.
+    quarantine.check_bad_row_share(recipe, bad, rows.num_source_rows, locate_row)
+    checks.check_splits_not_empty(recipe, rows.count_by_split())
 
-    task = base.get(recipe.task)
-    # Copies are not counted: some rows have more copies than others, and labels would seem more frequent than they are.
-    trained_on = (rows.split == SPLIT_CODES["train"]) & ~rows.copy
-    labels = columns.Counts(columns.chosen(rows.table["label"], trained_on))
-    checks.unseparated_labels(recipe, labels)
-    head = job.head or _head(job, task, labels)
+    task = base.get_task(recipe.task)
+    # Copies are not counted: some rows have more copies than others, which would bias the label counts.
+    in_training = (rows.split == SPLIT_CODES["train"]) & ~rows.is_copy
+    labels = columns.LabelCounts(columns.filter_column(rows.table["label"], in_training))
+    checks.check_separator(recipe, labels)
+    head = job.head or _build_head(job, task, labels)
     if task.output == "labels":
-        checks.too_many_targets(len(rows.split), len(head.labels))
-    before = rows.split.copy()
-    targets = _targets(task, head, rows)
-    unseen = np.flatnonzero(rows.split != before)
-    from_own_file = np.array([source.pieces[number].role != "train" for number in rows.pieces])[rows.shard]
-    bad = bad.plus(quarantine.unseen(unseen, from_own_file, rows.table["label"], where, head.labels))
-    if recipe.data.split is not None:  # nothing is wrong with rows of rare labels that a hash has kept from training
-        quarantine.refuse_if_too_bad(recipe, bad, rows.given, where)
-    quarantine.write(writer.folder, bad, where)
+        checks.check_target_size(len(rows.split), len(head.labels))
+    original_split = rows.split.copy()
+    targets = _build_targets(task, head, rows)
+    unknown_label_rows = np.flatnonzero(rows.split != original_split)
+    from_eval_file = np.array([source.files[number].role != "train" for number in rows.file_numbers])[rows.shard]
+    bad = bad.merge(
+        quarantine.quarantine_unknown_labels(
+            unknown_label_rows, from_eval_file, rows.table["label"], locate_row, head.labels
+        )
+    )
+    if recipe.data.split_column is not None:  # with a hash split, rows of rare labels outside training are not an error
+        quarantine.check_bad_row_share(recipe, bad, rows.num_source_rows, locate_row)
+    quarantine.write_quarantine(writer.folder, bad, locate_row)
 
-    counts = rows.counts()
-    checks.empty_splits(recipe, counts)  # again, since rows with an unknown label were set aside
-    if recipe.data.outside is not None:
-        labels = columns.chosen(rows.table["label"], rows.split == SPLIT_CODES["valid"]).to_pylist()
-        checks.without_outside(recipe, counts["valid"], labels.count(recipe.data.outside))
+    counts = rows.count_by_split()
+    checks.check_splits_not_empty(recipe, counts)  # again, since rows with an unknown label were quarantined
+    if recipe.data.out_of_scope_label is not None:
+        labels = columns.filter_column(rows.table["label"], rows.split == SPLIT_CODES["valid"]).to_pylist()
+        checks.check_out_of_scope_rows(recipe, counts["valid"], labels.count(recipe.data.out_of_scope_label))
     lengths = rows.table["length"].to_numpy()
-    manifest = store.Manifest(
+    manifest = store.StoreManifest(
         schema_version=store.SCHEMA_VERSION,
         digest=writer.final.name,
         rows=counts,
         labels=head.labels,
         tokens={name: int(lengths[rows.split == code].sum()) for name, code in SPLIT_CODES.items()},
-        truncated=int(rows.table["truncated"].to_numpy(zero_copy_only=False)[rows.split < LEFT_OUT].sum()),
+        truncated=int(rows.table["truncated"].to_numpy(zero_copy_only=False)[rows.split < OUT_OF_SCOPE_CODE].sum()),
         quarantined=len(bad.rows),
         files=_write_indexes(writer.folder, job, source, rows, targets)
-        | {f"shards/{row['shard']}": row["entry"] for row in written},
-        sources=origin(recipe, source, job.model),
+        | {f"shards/{row['shard']}": row["entry"] for row in shard_rows},
+        sources=hash_sources(recipe, source, job.model),
         facts=dict(head.facts),
-        copies=int(rows.copy.sum()),
-        left_out=int((rows.split == LEFT_OUT).sum()),
+        copies=int(rows.is_copy.sum()),
+        out_of_scope_rows=int((rows.split == OUT_OF_SCOPE_CODE).sum()),
     )
     return writer.commit(manifest)
 
 
-def _targets(task: base.Task, head: Head, rows: _Rows) -> dict[str, list[Ragged]]:
-    """The targets of each split's rows, shard by shard. Rows with a label that the head lacks become bad in `split`."""
-    found: dict[str, list[Ragged]] = {name: [] for name in SPLIT_CODES}
+def _build_targets(task: base.Task, head: Head, rows: _ShardRows) -> dict[str, list[RaggedArray]]:
+    """The targets of each split's rows, shard by shard. Rows with a label that the head lacks become bad in
+    `rows.split`."""
+    targets_by_split: dict[str, list[RaggedArray]] = {name: [] for name in SPLIT_CODES}
     ends = np.cumsum([shard.num_rows for shard in rows.shards])
     for shard, codes in zip(rows.shards, np.split(rows.split, ends[:-1]), strict=True):  # the parts are views
-        sound = codes < LEFT_OUT
-        marks = columns.lists(shard["marks"]).take(np.flatnonzero(sound))
-        targets = task.targets(columns.chosen(shard["label"], sound).to_pylist(), marks, head)
-        codes[np.flatnonzero(sound)[targets.unknown]] = BAD
+        is_usable = codes < OUT_OF_SCOPE_CODE
+        target_positions = columns.to_ragged(shard["target_positions"]).take(np.flatnonzero(is_usable))
+        targets = task.build_targets(
+            columns.filter_column(shard["label"], is_usable).to_pylist(), target_positions, head
+        )
+        codes[np.flatnonzero(is_usable)[targets.has_unknown_label]] = QUARANTINED_CODE
         for name, code in SPLIT_CODES.items():
-            found[name].append(targets.values.take(np.flatnonzero(codes[sound] == code)))
-    return found
+            targets_by_split[name].append(targets.values.take(np.flatnonzero(codes[is_usable] == code)))
+    return targets_by_split
 
 
-def _head(job: Job, task: base.Task, counts: Mapping[str, int]) -> Head:
-    """The task's head for labels that occur so often, and how texts are read in windows if they are.
+def _build_head(job: TokenizeJob, task: base.Task, counts: Mapping[str, int]) -> Head:
+    """The task's head for these label counts, with the window settings.
 
-    The facts travel with the model, since a server must cut texts as the training did.
+    The facts are saved with the model, since a server must cut texts as the training did.
     """
-    head = task.head(counts, tokenizer_of(job.recipe, job.model))
-    if job.recipe.data.outside is not None:
-        head = Head(head.labels, {**head.facts, "outside": job.recipe.data.outside})
-    reading = reading_of(task, job.recipe.data)
-    if reading.max_windows == 1:
+    head = task.build_head(counts, load_task_tokenizer(job.recipe, job.model))
+    if job.recipe.data.out_of_scope_label is not None:
+        head = Head(head.labels, {**head.facts, "out_of_scope_label": job.recipe.data.out_of_scope_label})
+    window_spec = resolve_window_spec(task, job.recipe.data)
+    if window_spec.max_windows == 1:
         return head
-    windows = {"stride": reading.stride, "max_windows": reading.max_windows, "pooling": job.recipe.data.pooling}
+    windows = {"stride": window_spec.stride, "max_windows": window_spec.max_windows, "pooling": job.recipe.data.pooling}
     return Head(head.labels, {**head.facts, **windows})
 
 
 def _write_indexes(
-    folder: Path, job: Job, source: row_reader.Source, rows: _Rows, targets: dict[str, list[Ragged]]
-) -> dict[str, Entry]:
+    folder: Path,
+    job: TokenizeJob,
+    source: row_reader.DataSource,
+    rows: _ShardRows,
+    targets: dict[str, list[RaggedArray]],
+) -> dict[str, FileEntry]:
     """Write the index and the origins of each split's rows; returns their manifest entries by file name.
 
-    `targets` is emptied on the way: those of one split are let go before the next is joined.
+    `targets` is emptied: the arrays of one split are freed before the next is concatenated.
     """
-    row_ids = columns.identify(rows.table["content"].to_numpy())
+    row_ids = columns.assign_row_ids(rows.table["content"].to_numpy())
     lengths = rows.table["length"].to_numpy()
-    names = [source.pieces[number].uri.removeprefix("file://") for number in rows.pieces]
+    names = [source.files[number].uri.removeprefix("file://") for number in rows.file_numbers]
     index = {"row_id": row_ids, "shard": rows.shard, "offset": rows.offset, "length": lengths}
-    files: dict[str, Entry] = {}
+    files: dict[str, FileEntry] = {}
 
-    def write(name: str, columns_of_file: Mapping[str, Any]) -> None:
+    def write_file(name: str, columns_of_file: Mapping[str, Any]) -> None:
         files[name] = store.write_table(folder / name, pa.table(dict(columns_of_file)))
 
     for split, code in SPLIT_CODES.items():
         mask = rows.split == code
-        chosen = np.flatnonzero(mask)
-        listed = {name: pa.array(values[chosen]) for name, values in index.items()}
-        write(f"index-{split}.arrow", {**listed, "targets": store.lists(columns.joined(targets.pop(split)))})
-        origins = {"source": columns.named(names, rows.shard[chosen]), "line": pa.array(rows.lines[chosen])}
+        positions = np.flatnonzero(mask)
+        listed = {name: pa.array(values[positions]) for name, values in index.items()}
+        write_file(
+            f"index-{split}.arrow",
+            {**listed, "targets": store.make_list_column(columns.concat_ragged(targets.pop(split)))},
+        )
+        origins = {
+            "source": columns.encode_names(names, rows.shard[positions]),
+            "line": pa.array(rows.lines[positions]),
+        }
         if "id" in rows.table.column_names:
-            origins["id"] = columns.chosen(rows.table["id"], mask)
+            origins["id"] = columns.filter_column(rows.table["id"], mask)
         slices = {
-            f"{name}{store.SLICED}" if name in store.ORIGINS else name: columns.chosen(rows.table[SLICE + name], mask)
+            f"{name}{store.SLICE_SUFFIX}" if name in store.ORIGIN_COLUMNS else name: columns.filter_column(
+                rows.table[SLICE_PREFIX + name], mask
+            )
             for name in job.recipe.data.slices
         }
-        write(f"rows-{split}.arrow", {**origins, **slices})
-        if split != "train" and "key" in rows.table.column_names:
-            write(f"seen-{split}.arrow", {"seen": pa.array(_seen(rows, mask))})
+        write_file(f"rows-{split}.arrow", {**origins, **slices})
+        if split != "train" and "text_key" in rows.table.column_names:
+            write_file(
+                f"in-training-set-{split}.arrow", {"in_training_set": pa.array(_find_in_training_set(rows, mask))}
+            )
     return files
 
 
-def _seen(rows: _Rows, mask: columns.Mask) -> columns.Mask:
+def _find_in_training_set(rows: _ShardRows, mask: columns.Mask) -> columns.Mask:
     """Which rows of a split are training rows too."""
-    column, start = rows.table["key"], 0
+    column, start = rows.table["text_key"], 0
 
-    def trained_on() -> Iterator[contamination.Keys]:
+    def iter_training_keys() -> Iterator[contamination.TextKeys]:
         nonlocal start
         for chunk in column.chunks:
             end = start + len(chunk)
             yield chunk.to_numpy()[rows.split[start:end] == SPLIT_CODES["train"]]
             start = end
 
-    return contamination.seen(trained_on(), columns.chosen(column, mask).to_numpy())
+    return contamination.find_in_training_set(iter_training_keys(), columns.filter_column(column, mask).to_numpy())
 
 
-def origin(recipe: Recipe, source: row_reader.Source, model: Path) -> dict[str, dict[str, str]]:
+def hash_sources(recipe: Recipe, source: row_reader.DataSource, model: Path) -> dict[str, dict[str, str]]:
     """SHA-256 of each file that a store is made from, by role and name.
 
-    Two stores of different addresses show by it which file was changed.
+    Two stores with different addresses are compared by it to name the changed file.
     """
     # The recipe's name for the model, not its folder, which differs between machines.
     tokenizer = f"tokenizer.json of {recipe.model.name}"
-    files = {"tokenizer": {tokenizer: digests.tokenizer_digest(model)}}
-    for piece, sha256 in zip(source.pieces, source.sha256s, strict=True):
-        files.setdefault(piece.role, {})[piece.uri.removeprefix("file://")] = sha256
+    files = {"tokenizer": {tokenizer: digests.hash_tokenizer(model)}}
+    for source_file, sha256 in zip(source.files, source.sha256s, strict=True):
+        files.setdefault(source_file.role, {})[source_file.uri.removeprefix("file://")] = sha256
     return files

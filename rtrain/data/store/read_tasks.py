@@ -4,40 +4,45 @@ from collections.abc import Iterator
 from typing import Any
 
 from rtrain.config import Recipe
-from rtrain.data.row_reader import Source
+from rtrain.data.row_reader import DataSource
 from rtrain.data.sources import file_ranges
-from rtrain.data.sources.find import Piece
+from rtrain.data.sources.find import SourceFile
 from rtrain.tasks import base
 
 
-def tasks(source: Source) -> list[dict[str, Any]]:
+def plan_tasks(source: DataSource) -> list[dict[str, Any]]:
     """One task for each file, with the SHA-256 of the bytes that it should find."""
-    numbered = enumerate(zip(source.pieces, source.sha256s, strict=True))
-    whole = file_ranges.WHOLE._asdict()
-    return [{"number": number, "piece": list(piece), "sha256": sha256, **whole} for number, (piece, sha256) in numbered]
+    numbered = enumerate(zip(source.files, source.sha256s, strict=True))
+    whole_file = file_ranges.WHOLE_FILE._asdict()
+    return [
+        {"number": number, "file": list(file), "sha256": sha256, **whole_file} for number, (file, sha256) in numbered
+    ]
 
 
-def read(task: dict[str, Any]) -> tuple[Piece, file_ranges.Part]:
+def parse_task(task: dict[str, Any]) -> tuple[SourceFile, file_ranges.FilePart]:
     """The file of a task, and the part of it that the task reads."""
-    return Piece(*task["piece"]), file_ranges.Part(*(task[name] for name in file_ranges.Part._fields))
+    return SourceFile(*task["file"]), file_ranges.FilePart(*(task[name] for name in file_ranges.FilePart._fields))
 
 
-def is_cut(task: dict[str, Any], recipe: Recipe) -> bool:
+def should_split(task: dict[str, Any], recipe: Recipe) -> bool:
     """Whether a task's file is read in parts: it is large, and its rows do not depend on the rows before them.
 
-    Blocks of packed text and copies of rows do depend on them. Borders of rows with escaped quotes are not looked for.
+    Blocks of packed text and copies of rows depend on them. Files with escaped quotes are not split: row borders are
+    not searched there.
     """
-    if base.get(recipe.task).packs or recipe.augment.active:
+    if base.get_task(recipe.task).packs_text or recipe.augment.is_active:
         return False
-    piece, _ = read(task)
-    return not piece.escape and file_ranges.is_large(piece.uri, piece.format)
+    source_file, _ = parse_task(task)
+    return not source_file.escape and file_ranges.is_large(source_file.uri, source_file.format)
 
 
-def cut(task: dict[str, Any], recipe: Recipe) -> Iterator[dict[str, Any]]:
+def split_task(task: dict[str, Any], recipe: Recipe) -> Iterator[dict[str, Any]]:
     """The tasks for the parts of a file, or the task itself if the file is not cut."""
-    if not is_cut(task, recipe):
+    if not should_split(task, recipe):
         yield task
         return
-    piece, _ = read(task)
-    for part, sha256 in file_ranges.survey(piece.uri, piece.format, task["sha256"], piece.delimiter):
+    source_file, _ = parse_task(task)
+    for part, sha256 in file_ranges.split_file(
+        source_file.uri, source_file.format, task["sha256"], source_file.delimiter
+    ):
         yield {**task, "sha256": sha256, **part._asdict()}

@@ -1,4 +1,5 @@
-"""A piece of the source -> shards: its rows read, judged, split, copied and tokenised. One data task does one piece.
+"""A source file, or a part of it -> shards: rows are read, validated, split, augmented and tokenized. One data task
+each.
 
 A shard is a table of up to `SHARD_ROWS` rows. The commit (`rtrain.data.store.commit`) makes a store of all shards.
 """
@@ -15,227 +16,254 @@ import numpy as np
 import pyarrow as pa
 
 from rtrain.config import Recipe
-from rtrain.core.manifest import Entry
-from rtrain.core.ragged import Encoded, Head, Ragged
+from rtrain.core.manifest import FileEntry
+from rtrain.core.ragged import EncodedRow, Head, RaggedArray
 from rtrain.data import contamination, packing, row_reader
 from rtrain.data.augment import rewriting, variants
-from rtrain.data.readers.values import printable
+from rtrain.data.readers.values import replace_surrogates
 from rtrain.data.sources import file_ranges
-from rtrain.data.sources.find import Piece
-from rtrain.data.splits import Splits, content_hashes
+from rtrain.data.sources.find import SourceFile
+from rtrain.data.splits import Splits, hash_content
 from rtrain.data.store import read_tasks, store
 from rtrain.tasks import base
-from rtrain.tasks.encode import load_tokenizer, reading_of
+from rtrain.tasks.encode import load_tokenizer, resolve_window_spec
 
 SHARD_ROWS = 8192
 SPLIT_CODES = {name: code for code, name in enumerate(store.SPLITS)}
-"""The number of each split in a shard's column `split`."""
-HELD_OUT = (SPLIT_CODES["valid"], SPLIT_CODES["test"])
-BAD = 255
-"""In that column: the row cannot be used, and goes into quarantine."""
-LEFT_OUT = 254
-"""In that column: a training row of the label `data.outside`, which is sound and is not trained on."""
-KEPT_CHARACTERS = 2000
-"""Most characters that are kept of each text of a row that is not trained on: for people, who read its answer."""
-SLICE = "slice:"
+"""The code of each split in a shard's column `split`."""
+EVAL_CODES = (SPLIT_CODES["valid"], SPLIT_CODES["test"])
+QUARANTINED_CODE = 255
+"""In that column: the row is bad, and is quarantined."""
+OUT_OF_SCOPE_CODE = 254
+"""In that column: a training row of the label `data.out_of_scope_label`, which is valid and is not trained on."""
+MAX_KEPT_CHARACTERS = 2000
+"""Most characters that are stored of each text of an evaluation row, for reports."""
+SLICE_PREFIX = "slice:"
 """The shards' columns for `data.slices` begin with this."""
 
 
 @dataclass(frozen=True)
-class Job:
-    """What a data task needs to turn a piece into shards; it travels to the task, so it must be small."""
+class TokenizeJob:
+    """Arguments of a data task that writes shards; serialized to each task, so it must be small."""
 
     recipe: Recipe
     model: Path
-    """The folder that holds the tokenizer."""
+    """The folder with the tokenizer."""
     folder: Path
     """The draft of the store."""
     splits: Splits
     head: Head | None = None
-    """The head of the labelled rows, where the piece's rows have no labels (`rtrain.data.unlabeled`)."""
+    """The head of the labeled rows, if the source's rows are unlabeled (`rtrain.data.unlabeled`)."""
 
 
-def write_piece(row: dict[str, Any], job: Job) -> Iterator[dict[str, Any]]:
-    """Write the shards of one of `pieces.tasks`; gives the `number`, `shard` (name) and manifest `entry` of each.
+def write_shards(task_row: dict[str, Any], job: TokenizeJob) -> Iterator[dict[str, Any]]:
+    """Write the shards of one of `read_tasks.plan_tasks`; yields the `number`, `shard` (name) and manifest `entry`
+    of each.
 
-    Shards are hashed here and not at the commit, since the data tasks run in parallel. A last row without a name says
-    that the bytes read are not those that the store's address is made from.
+    Shards are hashed here and not at the commit, since the data tasks run in parallel. A last entry without a name
+    reports that the file's bytes differ from the digest in the store's address.
     """
-    (piece, part), total = read_tasks.read(row), hashlib.sha256()
+    (source_file, part), hasher = read_tasks.parse_task(task_row), hashlib.sha256()
     try:
-        for name, entry in _shards(row["number"], piece, part, job, total):
-            yield {"number": row["number"], "shard": name, "entry": entry}
-        found = total.hexdigest()
-    except Exception:  # a file that is changed while it is read can raise anything
-        found = file_ranges.sha256(piece.uri, piece.format, part)
-        if found == row["sha256"]:
+        for name, entry in _iter_shards(task_row["number"], source_file, part, job, hasher):
+            yield {"number": task_row["number"], "shard": name, "entry": entry}
+        actual_sha256 = hasher.hexdigest()
+    except Exception:  # a file that is changed during reading can raise anything
+        actual_sha256 = file_ranges.hash_part(source_file.uri, source_file.format, part)
+        if actual_sha256 == task_row["sha256"]:
             raise
-    if found != row["sha256"]:
-        yield {"number": row["number"], "shard": "", "entry": Entry(size=0, sha256=found)}
+    if actual_sha256 != task_row["sha256"]:
+        yield {"number": task_row["number"], "shard": "", "entry": FileEntry(size=0, sha256=actual_sha256)}
 
 
-def _shards(
-    number: int, piece: Piece, part: file_ranges.Part, job: Job, total: "hashlib._Hash"
-) -> Iterator[tuple[str, Entry]]:
-    task = base.get(job.recipe.task)
-    tokenizer = tokenizer_of(job.recipe, job.model)
-    rows = row_reader.read(piece, job.recipe.data, part, total)
+def _iter_shards(
+    number: int, source_file: SourceFile, part: file_ranges.FilePart, job: TokenizeJob, hasher: "hashlib._Hash"
+) -> Iterator[tuple[str, FileEntry]]:
+    task = base.get_task(job.recipe.task)
+    tokenizer = load_task_tokenizer(job.recipe, job.model)
+    rows = row_reader.read_rows(source_file, job.recipe.data, part, hasher)
     if (head := job.head) is not None:
-        rows = (row._replace(label=task.stand_in(row.text, head)) for row in rows)
-    if task.packs:
-        where = partial(job.splits.split, role=piece.role)
-        rows = packing.packed(rows, tokenizer, job.recipe.data.window_tokens, where)
-    rewritten = rewriting.read(job.folder, number)
-    stem = f"{number:06d}" if part == file_ranges.WHOLE else f"{number:06d}-{part.start:015d}"
-    for place in itertools.count():
+        rows = (row._replace(label=task.placeholder_label(row.text, head)) for row in rows)
+    if task.packs_text:
+        assign_split = partial(job.splits.assign_split, role=source_file.role)
+        rows = packing.pack_documents(rows, tokenizer, job.recipe.data.window_tokens, assign_split)
+    rewritten_texts = rewriting.read_rewritten(job.folder, number)
+    stem = f"{number:06d}" if part == file_ranges.WHOLE_FILE else f"{number:06d}-{part.start:015d}"
+    for shard_number in itertools.count():
         batch = list(itertools.islice(rows, SHARD_ROWS))
         if not batch:
             return
-        name = f"{stem}-{place:06d}.arrow"
-        table = _encode(batch, piece.role, job, task, tokenizer, rewritten)
+        name = f"{stem}-{shard_number:06d}.arrow"
+        table = _encode_shard(batch, source_file.role, job, task, tokenizer, rewritten_texts)
         yield name, store.write_table(job.folder / "shards" / name, table)
 
 
-def tokenizer_of(recipe: Recipe, model: Path) -> Any:
-    """The tokenizer of a model folder, set to cut texts as the recipe's task reads them."""
-    task = base.get(recipe.task)
-    reading = reading_of(task, recipe.data)
-    return load_tokenizer(model, reading.max_tokens, reading.stride, reads_special=task.reads_special)
+def load_task_tokenizer(recipe: Recipe, model: Path) -> Any:
+    """The tokenizer of a model folder, set to the windows of the recipe's task."""
+    task = base.get_task(recipe.task)
+    window_spec = resolve_window_spec(task, recipe.data)
+    return load_tokenizer(
+        model, window_spec.max_tokens, window_spec.stride, parses_special_tokens=task.parses_special_tokens
+    )
 
 
-_NOTHING = Encoded([], [], False, [])
+_EMPTY_ENCODED = EncodedRow([], [], False, [])
 
 
-class _Row(NamedTuple):
-    record: row_reader.Record
+class _ShardRow(NamedTuple):
+    source_row: row_reader.SourceRow
     content: int
     """Hash of texts and label. A copy has the hash of its row's hash and its own number."""
     split: int
-    """A code of `SPLIT_CODES`, `BAD` or `LEFT_OUT`."""
-    copy: bool = False
+    """A code of `SPLIT_CODES`, `QUARANTINED_CODE` or `OUT_OF_SCOPE_CODE`."""
+    is_copy: bool = False
 
 
-def texts_to_rewrite(row: dict[str, Any], job: Job) -> Iterator[tuple[int, str]]:
-    """(hash of the content, text) of each training row of a piece."""
-    piece, task = Piece(*row["piece"]), base.get(job.recipe.task)
-    for record in row_reader.read(piece, job.recipe.data):
-        placed = _placed(judged(record, task), piece.role, job)
-        if placed.split == SPLIT_CODES["train"]:
-            yield placed.content, record.text
+def iter_texts_to_rewrite(task_row: dict[str, Any], job: TokenizeJob) -> Iterator[tuple[int, str]]:
+    """(content hash, text) of each training row of a file."""
+    source_file, task = SourceFile(*task_row["file"]), base.get_task(job.recipe.task)
+    for source_row in row_reader.read_rows(source_file, job.recipe.data):
+        shard_row = _assign_split(validate_source_row(source_row, task), source_file.role, job)
+        if shard_row.split == SPLIT_CODES["train"]:
+            yield shard_row.content, source_row.text
 
 
-def _placed(record: row_reader.Record, role: str, job: Job) -> _Row:
+def _assign_split(source_row: row_reader.SourceRow, role: str, job: TokenizeJob) -> _ShardRow:
     """The row with its split; `role` is that of its file."""
-    _, whole = content_hashes(record)
-    if record.reason is not None:
-        return _Row(record, whole, BAD)
-    split = SPLIT_CODES[job.splits.split(record, role)]
-    left_out = split == SPLIT_CODES["train"] and record.label == job.recipe.data.outside
-    return _Row(record, whole, LEFT_OUT if left_out else split)
+    _, content_hash = hash_content(source_row)
+    if source_row.reason is not None:
+        return _ShardRow(source_row, content_hash, QUARANTINED_CODE)
+    split = SPLIT_CODES[job.splits.assign_split(source_row, role)]
+    is_out_of_scope = split == SPLIT_CODES["train"] and source_row.label == job.recipe.data.out_of_scope_label
+    return _ShardRow(source_row, content_hash, OUT_OF_SCOPE_CODE if is_out_of_scope else split)
 
 
-def _augmented(
-    rows: list[_Row], role: str, job: Job, task: base.Task, tokenizer: Any, rewritten: dict[int, list[str]]
-) -> list[_Row]:
-    """The rows of a batch, and behind them the copies of its training rows.
+def _augment(
+    rows: list[_ShardRow],
+    role: str,
+    job: TokenizeJob,
+    task: base.Task,
+    tokenizer: Any,
+    rewritten_texts: dict[int, list[str]],
+) -> list[_ShardRow]:
+    """The rows of a batch, followed by the copies of its training rows.
 
-    `rewritten`: what a model has made of each text, by the hash of the row's content.
+    `rewritten_texts`: a model's variants of each text, by the content hash of its row.
     """
     settings = job.recipe.augment
-    if not settings.active:
+    if not settings.is_active:
         return rows
-    noise = variants.noise_of(settings, tokenizer)
+    noise = variants.make_noise(settings, tokenizer)
 
-    def allowed(copy: row_reader.Record) -> bool:
-        return job.splits.split(copy, role) == "train" and base.flaw_of(task, copy.text, copy.pair, copy.label) is None
+    def is_allowed(copy: row_reader.SourceRow) -> bool:
+        return (
+            job.splits.assign_split(copy, role) == "train"
+            and base.validate_task_row(task, copy.text, copy.pair, copy.label) is None
+        )
 
-    found = list(rows)
+    all_rows = list(rows)
     for row in rows:
         if row.split == SPLIT_CODES["train"]:
-            texts = rewritten.get(row.content, [])
-            made = variants.copies(row.record, row.content, settings, noise, task.varies, texts, allowed)
-            found += [_Row(record, content, row.split, True) for record, content in made]
-    return found
+            texts = rewritten_texts.get(row.content, [])
+            row_copies = variants.make_copies(
+                row.source_row, row.content, settings, noise, task.augmentable, texts, is_allowed
+            )
+            all_rows += [_ShardRow(source_row, content, row.split, True) for source_row, content in row_copies]
+    return all_rows
 
 
-def _encode(
-    read: list[row_reader.Record], role: str, job: Job, task: base.Task, tokenizer: Any, rewritten: dict[int, list[str]]
+def _encode_shard(
+    source_rows: list[row_reader.SourceRow],
+    role: str,
+    job: TokenizeJob,
+    task: base.Task,
+    tokenizer: Any,
+    rewritten_texts: dict[int, list[str]],
 ) -> pa.Table:
-    """A batch of records of one file -> the table of a shard.
+    """A batch of rows of one file -> the table of a shard.
 
-    Bad rows stay in the table, without tokens: the commit counts them and moves them into quarantine.
+    Bad rows stay in the table, without tokens: the commit counts and quarantines them.
     """
     data = job.recipe.data
-    rows = [_placed(judged(record, task), role, job) for record in read]
-    rows = _augmented(rows, role, job, task, tokenizer, rewritten)
-    batch = [row.record for row in rows]
+    rows = [_assign_split(validate_source_row(source_row, task), role, job) for source_row in source_rows]
+    rows = _augment(rows, role, job, task, tokenizer, rewritten_texts)
+    batch = [row.source_row for row in rows]
     originals, copies = (
-        [row.record for row in rows if row.copy == made and row.split != BAD] for made in (False, True)
+        [row.source_row for row in rows if row.is_copy == is_copy and row.split != QUARANTINED_CODE]
+        for is_copy in (False, True)
     )
     tokens = itertools.chain(
-        _tokens(originals, job, task, tokenizer), _tokens(copies, job, task, tokenizer, is_copy=True)
+        _tokenize(originals, job, task, tokenizer), _tokenize(copies, job, task, tokenizer, is_copy=True)
     )
-    encoded = [next(tokens) if record.reason is None else _NOTHING for record in batch]
-    marks = [
-        task.marks(record.text, record.pair, record.label, row) if record.reason is None else []
-        for record, row in zip(batch, encoded, strict=True)
+    encoded = [next(tokens) if source_row.reason is None else _EMPTY_ENCODED for source_row in batch]
+    target_positions = [
+        task.target_positions(source_row.text, source_row.pair, source_row.label, row)
+        if source_row.reason is None
+        else []
+        for source_row, row in zip(batch, encoded, strict=True)
     ]
-    further = {
-        SLICE + name: pa.array([record.slices[place] if record.slices else "" for record in batch])
-        for place, name in enumerate(data.slices)
+    extra_columns = {
+        SLICE_PREFIX + name: pa.array([source_row.slices[index] if source_row.slices else "" for source_row in batch])
+        for index, name in enumerate(data.slices)
     }
     if data.id is not None:
-        further["id"] = pa.array([record.id for record in batch])
-    if not task.packs:  # blocks of text are cut by the texts before them, and so repeat nothing as a whole
-        further["key"] = pa.array([contamination.key(record) for record in batch], pa.uint64())
-    kept = [row.split in HELD_OUT for row in rows]
+        extra_columns["id"] = pa.array([source_row.id for source_row in batch])
+    if not task.packs_text:  # block borders depend on the texts before them, so equal texts give no equal blocks
+        extra_columns["text_key"] = pa.array(
+            [contamination.compute_text_key(source_row) for source_row in batch], pa.uint64()
+        )
+    keep_text = [row.split in EVAL_CODES for row in rows]
     return pa.table(
         {
-            "ids": _lists([row.ids for row in encoded]),
-            "windows": _lists([[number for window in row.windows for number in window] for row in encoded]),
-            "marks": _lists(marks),
+            "ids": _make_list_column([row.ids for row in encoded]),
+            "windows": _make_list_column([[number for window in row.windows for number in window] for row in encoded]),
+            "target_positions": _make_list_column(target_positions),
             "length": pa.array([len(row.ids) for row in encoded], pa.int32()),
-            "truncated": pa.array([row.truncated for row in encoded]),
+            "truncated": pa.array([row.is_truncated for row in encoded]),
             "content": pa.array([row.content for row in rows], pa.uint64()),
             "split": pa.array([row.split for row in rows], pa.uint8()),
-            "copy": pa.array([row.copy for row in rows]),
-            "label": pa.array([printable(record.label) for record in batch]),
-            "line": pa.array([record.line for record in batch], pa.int64()),
-            "reason": pa.array([record.reason for record in batch], pa.string()),
-            "text": _kept([record.text for record in batch], kept),
-            "pair": _kept([record.pair for record in batch], kept),
-            **further,
+            "copy": pa.array([row.is_copy for row in rows]),
+            "label": pa.array([replace_surrogates(source_row.label) for source_row in batch]),
+            "line": pa.array([source_row.line for source_row in batch], pa.int64()),
+            "reason": pa.array([source_row.reason for source_row in batch], pa.string()),
+            "text": _truncate_texts([source_row.text for source_row in batch], keep_text),
+            "pair": _truncate_texts([source_row.pair for source_row in batch], keep_text),
+            **extra_columns,
         }
     )
 
 
-def _tokens(
-    rows: list[row_reader.Record], job: Job, task: base.Task, tokenizer: Any, *, is_copy: bool = False
-) -> list[Encoded]:
-    """The tokens of sound rows. The masks of copies (`augment.mask`) are names of a special token in their texts."""
+def _tokenize(
+    rows: list[row_reader.SourceRow], job: TokenizeJob, task: base.Task, tokenizer: Any, *, is_copy: bool = False
+) -> list[EncodedRow]:
+    """The tokens of valid rows. Masks in copies (`augment.mask`) are the name of a special token in their texts."""
     data = job.recipe.data
     pairs = None if data.text_pair is None else [row.pair or "" for row in rows]
-    before = tokenizer.encode_special_tokens
-    tokenizer.encode_special_tokens = before and not (is_copy and job.recipe.augment.mask)
-    encoded = task.encode(tokenizer, [row.text for row in rows], pairs, reading_of(task, data).max_windows)
-    tokenizer.encode_special_tokens = before
+    original_setting = tokenizer.encode_special_tokens
+    tokenizer.encode_special_tokens = original_setting and not (is_copy and job.recipe.augment.mask)
+    encoded = task.encode(tokenizer, [row.text for row in rows], pairs, resolve_window_spec(task, data).max_windows)
+    tokenizer.encode_special_tokens = original_setting
     return encoded
 
 
-def _kept(texts: Sequence[str | None], kept: Sequence[bool]) -> pa.Array:
-    """The first characters of the texts that are kept, as they are written; null for the others."""
-    pairs = zip(texts, kept, strict=True)
+def _truncate_texts(texts: Sequence[str | None], keep_text: Sequence[bool]) -> pa.Array:
+    """The first characters of the texts to keep, verbatim; null for the others."""
+    pairs = zip(texts, keep_text, strict=True)
     return pa.array(
-        [printable(text[:KEPT_CHARACTERS]) if keep and text is not None else None for text, keep in pairs], pa.string()
+        [replace_surrogates(text[:MAX_KEPT_CHARACTERS]) if keep and text is not None else None for text, keep in pairs],
+        pa.string(),
     )
 
 
-def judged(record: row_reader.Record, task: base.Task) -> row_reader.Record:
-    """The record, with the reason if the task cannot use it."""
-    if record.reason is not None or (flaw := base.flaw_of(task, record.text, record.pair, record.label)) is None:
-        return record
-    return record._replace(reason=flaw)
+def validate_source_row(source_row: row_reader.SourceRow, task: base.Task) -> row_reader.SourceRow:
+    """The row, with a reason if the task cannot use it."""
+    if (
+        source_row.reason is not None
+        or (reason := base.validate_task_row(task, source_row.text, source_row.pair, source_row.label)) is None
+    ):
+        return source_row
+    return source_row._replace(reason=reason)
 
 
-def _lists(rows: list[list[int]]) -> pa.ListArray:
-    return store.lists(Ragged.of(rows, np.int32))
+def _make_list_column(rows: list[list[int]]) -> pa.ListArray:
+    return store.make_list_column(RaggedArray.from_rows(rows, np.int32))

@@ -1,9 +1,9 @@
-"""The rows of the files to answer: cut into portions by one reading, then read portion by portion with every column.
+"""Chunks of the input rows: one pass over the files finds their bounds, then each chunk is read with all columns.
 
-A portion has at most `ROWS` rows and about `BYTES` of text, so that memory is bounded whatever the size of the files.
-Where a portion begins depends on the files alone. Portions of plain files of lines are read from their first byte on;
-those of other files (compressed, SQuAD, CoNLL) by reading the rows before them, which costs nothing where portions are
-read in their order.
+A chunk has at most `MAX_CHUNK_ROWS` rows and about `CHUNK_BYTES` of text, so memory is bounded for files of any size.
+The bounds depend on the files alone. Chunks of uncompressed line files are read from a byte offset; in other files
+(compressed, SQuAD, CoNLL) the rows before the chunk are skipped, which is free if chunks are read in order.
+
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -14,253 +14,283 @@ from typing import IO, Any, NamedTuple, Protocol
 
 import pyarrow as pa
 
-from rtrain.config import Data
+from rtrain.config import DataConfig
 from rtrain.core.errors import UserError
 from rtrain.data import row_reader
 from rtrain.data.readers import tabular
-from rtrain.data.row_reader import Record, Source
+from rtrain.data.row_reader import DataSource, SourceRow
 from rtrain.data.sources import file_ranges, paths
-from rtrain.data.sources.find import Piece
+from rtrain.data.sources.find import SourceFile
 from rtrain.inference.batch import columns
 
-ROWS = 4096
-"""Most rows of a portion. Rows of like length share the engine's batches within a portion, so that few rows would mean
-much padding; what a killed job repeats is the portion that it was at."""
-BYTES = 16 << 20
-"""Text of a portion, about; the row that passes it is its last."""
-LINES = ("csv", "tsv", "jsonl")
-ARROW = ("parquet", "datasets")
+MAX_CHUNK_ROWS = 4096
+"""Maximum rows of a chunk. Batches group rows of similar length within a chunk, so small chunks have more padding; a
+killed job repeats the current chunk."""
+CHUNK_BYTES = 16 << 20
+"""Approximate text bytes of a chunk: the row that exceeds it is the last."""
+LINE_FORMATS = ("csv", "tsv", "jsonl")
+ARROW_FORMATS = ("parquet", "datasets")
 
-Raw = tuple[int, dict[str, Any] | str]
-"""(line, columns by name), or (line, reason) of a row that cannot be read."""
+RawRow = tuple[int, dict[str, Any] | str]
+"""(line, columns by name), or (line, reason) of an unreadable row."""
 
 
-class Portion(NamedTuple):
+class Chunk(NamedTuple):
     number: int
-    piece: int
+    file_number: int
     """Number of its file in the source."""
     rows: int
-    start: int = 0
-    """Byte of the file at which reading begins."""
-    before: int = 0
+    start_byte: int = 0
+    """Byte offset at which reading begins."""
+    lines_before: int = 0
     """Lines of the file before that byte."""
-    skip: int = 0
-    """Rows behind that byte that belong to the portions before."""
+    rows_to_skip: int = 0
+    """Rows after that byte that belong to earlier chunks."""
 
 
 @dataclass(frozen=True, eq=False)
-class Chunk:
-    """The rows of a portion: what is asked of each, and its columns."""
+class ChunkRows:
+    """The rows of a chunk: the checked records and the columns."""
 
-    records: list[Record]
+    records: list[SourceRow]
     columns: Sequence[Mapping[str, Any]] | pa.Table
-    """By row; a row that cannot be read has none. A table where the file is one of Arrow or Parquet: types are kept."""
+    """Columns by row, empty for an unreadable row; or an Arrow table with the types of an Arrow or Parquet file."""
     unit: str = "line"
-    """What a record's `line` counts, with the file's name before it where there are several."""
+    """Unit of a record's `line`, prefixed with the file name if there are several files."""
     empty: int = 0
     """Rows whose texts are blank."""
 
 
-class Survey(NamedTuple):
-    """What one reading of all files has found."""
+class FileSurvey(NamedTuple):
+    """Chunks and columns of all files."""
 
-    portions: tuple[Portion, ...]
-    kinds: dict[str, pa.DataType]
-    """Arrow type by the name of the column, in the order in which the files have them."""
+    chunks: tuple[Chunk, ...]
+    column_types: dict[str, pa.DataType]
+    """Arrow type by column name, in the order of the files."""
 
     @property
     def rows(self) -> int:
-        return sum(portion.rows for portion in self.portions)
+        return sum(chunk.rows for chunk in self.chunks)
 
 
-class _Counted:
-    """A file read by lines, which counts them."""
+class _LineCounter:
+    """Iterates over the lines of a file and counts bytes and lines."""
 
     def __init__(self, file: IO[bytes]):
-        self._file, self.place = file, (0, 0)
+        self._file, self.position = file, (0, 0)
 
     def __iter__(self) -> Iterator[bytes]:
         for line in self._file:
-            self.place = (self.place[0] + len(line), self.place[1] + 1)
+            self.position = (self.position[0] + len(line), self.position[1] + 1)
             yield line
 
 
 # ------------------------------------------------------------------------------------------------------------- survey
 
 
-def survey(source: Source, data: Data) -> Survey:
-    """Read all files once, to count their rows and learn their columns. Raises `UserError` where one is damaged."""
-    portions: list[Portion] = []
-    kinds: dict[str, pa.DataType] = {}
-    for number, piece in enumerate(source.pieces):
-        found = _arrow_survey(piece) if piece.format in ARROW else _rows_survey(piece, data)
-        first = len(portions)
-        portions += [one._replace(number=first + place, piece=number) for place, one in enumerate(found.portions)]
-        for name, kind in found.kinds.items():
-            kinds[name] = columns.common(kinds.get(name, pa.null()), kind)
-    return Survey(tuple(portions), {name: columns.settled(kind) for name, kind in kinds.items()})
+def survey_files(source: DataSource, data: DataConfig) -> FileSurvey:
+    """Read all files once to find chunks and columns. Raises `UserError` for a damaged file."""
+    chunks: list[Chunk] = []
+    column_types: dict[str, pa.DataType] = {}
+    for number, source_file in enumerate(source.files):
+        file_survey = (
+            _survey_arrow(source_file) if source_file.format in ARROW_FORMATS else _survey_rows(source_file, data)
+        )
+        first_number = len(chunks)
+        chunks += [
+            chunk._replace(number=first_number + place, file_number=number)
+            for place, chunk in enumerate(file_survey.chunks)
+        ]
+        for name, arrow_type in file_survey.column_types.items():
+            column_types[name] = columns.common_type(column_types.get(name, pa.null()), arrow_type)
+    return FileSurvey(tuple(chunks), {name: columns.concrete_type(kind) for name, kind in column_types.items()})
 
 
-def _rows_survey(piece: Piece, data: Data) -> Survey:
-    found: list[Portion] = []
-    kinds = {} if piece.format == "jsonl" else columns.of_file(piece)
-    rows, size, taken = 0, 0, Portion(0, 0, 0)
-    for (start, before, skip), (_, row) in _placed(piece, data):
-        if rows == ROWS or size > BYTES:
-            found.append(taken._replace(rows=rows))
-            rows, size, taken = 0, 0, Portion(0, 0, 0, start, before, skip)
+def _survey_rows(source_file: SourceFile, data: DataConfig) -> FileSurvey:
+    chunks: list[Chunk] = []
+    column_types = {} if source_file.format == "jsonl" else columns.file_column_types(source_file)
+    rows, text_bytes, current_chunk = 0, 0, Chunk(0, 0, 0)
+    for (start_byte, lines_before, rows_to_skip), (_, row) in _rows_with_position(source_file, data):
+        if rows == MAX_CHUNK_ROWS or text_bytes > CHUNK_BYTES:
+            chunks.append(current_chunk._replace(rows=rows))
+            rows, text_bytes, current_chunk = 0, 0, Chunk(0, 0, 0, start_byte, lines_before, rows_to_skip)
         rows += 1
         if isinstance(row, str):
             continue
-        size += sum(len(value) for value in row.values() if isinstance(value, str))
-        if piece.format == "jsonl":
+        text_bytes += sum(len(value) for value in row.values() if isinstance(value, str))
+        if source_file.format == "jsonl":
             for name, value in row.items():
-                kinds[name] = columns.common(kinds.get(name, pa.null()), columns.kind_of(value))
+                column_types[name] = columns.common_type(column_types.get(name, pa.null()), columns.json_type(value))
     if rows:
-        found.append(taken._replace(rows=rows))
-    return Survey(tuple(found), kinds)
+        chunks.append(current_chunk._replace(rows=rows))
+    return FileSurvey(tuple(chunks), column_types)
 
 
-def _placed(piece: Piece, data: Data) -> Iterator[tuple[tuple[int, int, int], Raw]]:
-    """Each row, with the byte at which reading it may begin, the lines before that, and the rows to skip there."""
-    with row_reader.whole(piece), file_ranges.opened(piece.uri, piece.format) as file:
-        counted: Any = _Counted(file) if _has_places(piece) else None
-        rows = row_reader.raw(counted or file, piece, data, every_line=not data.labels)
-        begin, skip = (0, 0), -1
+def _rows_with_position(source_file: SourceFile, data: DataConfig) -> Iterator[tuple[tuple[int, int, int], RawRow]]:
+    """Yield each row with (byte offset to read from, lines before it, rows to skip after it)."""
+    with (
+        row_reader.reject_damaged_file(source_file),
+        file_ranges.open_part(source_file.uri, source_file.format) as file,
+    ):
+        line_counter: Any = _LineCounter(file) if _is_seekable(source_file) else None
+        rows = row_reader.iter_raw_rows(
+            line_counter or file, source_file, data, keep_blank_lines=not data.label_columns
+        )
+        position, rows_to_skip = (0, 0), -1
         while True:
-            before = counted.place if counted else begin
+            previous = line_counter.position if line_counter else position
             row = next(rows, None)
             if row is None:
                 return
-            # Lines behind a quote that is never closed are several rows, all read from where the first one begins.
-            read = counted is not None and counted.place != before
-            begin, skip = (before, 0) if read else (begin, skip + 1)
-            yield (*begin, skip), row
+            # Lines after an unclosed quote are several rows, all read from the offset of the first.
+            has_advanced = line_counter is not None and line_counter.position != previous
+            position, rows_to_skip = (previous, 0) if has_advanced else (position, rows_to_skip + 1)
+            yield (*position, rows_to_skip), row
 
 
-def _has_places(piece: Piece) -> bool:
-    """Whether reading may begin anywhere between two rows."""
-    described = paths.opened(piece.uri)
-    return piece.format in LINES and described.compression is None and "http" not in described.fs.protocol
+def _is_seekable(source_file: SourceFile) -> bool:
+    """Return whether reading may begin at any row."""
+    opened_address = paths.open_file(source_file.uri)
+    return (
+        source_file.format in LINE_FORMATS
+        and opened_address.compression is None
+        and "http" not in opened_address.fs.protocol
+    )
 
 
-def _arrow_survey(piece: Piece) -> Survey:
-    with row_reader.whole(piece), file_ranges.opened(piece.uri, piece.format) as file:
-        schema, rows, size = tabular.arrow_size(file, piece.format)
-    most = max(1, min(ROWS, BYTES * rows // max(1, size)))
-    portions = [Portion(0, 0, min(most, rows - first), skip=first) for first in range(0, rows, most)]
-    return Survey(tuple(portions), dict(zip(schema.names, schema.types, strict=True)))
+def _survey_arrow(source_file: SourceFile) -> FileSurvey:
+    with (
+        row_reader.reject_damaged_file(source_file),
+        file_ranges.open_part(source_file.uri, source_file.format) as file,
+    ):
+        schema, rows, size = tabular.measure_arrow_file(file, source_file.format)
+    chunk_rows = max(1, min(MAX_CHUNK_ROWS, CHUNK_BYTES * rows // max(1, size)))
+    chunks = [Chunk(0, 0, min(chunk_rows, rows - first), rows_to_skip=first) for first in range(0, rows, chunk_rows)]
+    return FileSurvey(tuple(chunks), dict(zip(schema.names, schema.types, strict=True)))
 
 
 # ------------------------------------------------------------------------------------------------------------- reading
 
 
-class _Opened(Protocol):
-    def skip(self, rows: int) -> None: ...
+class _RowReader(Protocol):
+    def skip_rows(self, rows: int) -> None: ...
 
-    def take(self, rows: int) -> Chunk: ...
+    def take_rows(self, rows: int) -> ChunkRows: ...
 
 
-class _Rows:
-    def __init__(self, rows: Iterator[Raw], data: Data, unit: str):
+class _LineRowReader:
+    def __init__(self, rows: Iterator[RawRow], data: DataConfig, unit: str):
         self._rows, self._data, self._unit = rows, data, unit
 
-    def skip(self, rows: int) -> None:
+    def skip_rows(self, rows: int) -> None:
         for _ in islice(self._rows, rows):
             pass
 
-    def take(self, rows: int) -> Chunk:
-        taken = list(islice(self._rows, rows))
-        return chunk_of(taken, [row if isinstance(row, dict) else {} for _, row in taken], self._data, self._unit)
+    def take_rows(self, rows: int) -> ChunkRows:
+        raw_rows = list(islice(self._rows, rows))
+        return check_rows(
+            raw_rows, [row if isinstance(row, dict) else {} for _, row in raw_rows], self._data, self._unit
+        )
 
 
-class _Batches:
-    def __init__(self, batches: Iterator[pa.RecordBatch], first: int, data: Data, unit: str):
-        self._batches, self._row, self._data, self._unit = batches, first, data, unit
-        self._rest: pa.RecordBatch | None = None
+class _ArrowRowReader:
+    def __init__(self, batches: Iterator[pa.RecordBatch], first_row: int, data: DataConfig, unit: str):
+        self._batches, self._row, self._data, self._unit = batches, first_row, data, unit
+        self._remaining_batch: pa.RecordBatch | None = None
 
-    def _next(self, rows: int) -> pa.RecordBatch:
-        """At most so many rows of the batch that is at hand."""
-        batch = self._rest if self._rest is not None else next(self._batches, None)
+    def _next_batch(self, rows: int) -> pa.RecordBatch:
+        """Return at most so many rows of the current batch."""
+        batch = self._remaining_batch if self._remaining_batch is not None else next(self._batches, None)
         if batch is None:
             raise UserError(
-                "a file of rows was changed while it was read; begin anew once nothing writes to it",
+                "a file of rows was changed while it was read; start again when nothing writes to it",
                 code="rows_changed",
             )
-        self._rest = batch.slice(rows) if batch.num_rows > rows else None
-        taken = batch.slice(0, rows)
-        self._row += taken.num_rows
-        return taken
+        self._remaining_batch = batch.slice(rows) if batch.num_rows > rows else None
+        taken_rows = batch.slice(0, rows)
+        self._row += taken_rows.num_rows
+        return taken_rows
 
-    def skip(self, rows: int) -> None:
+    def skip_rows(self, rows: int) -> None:
         while rows:
-            rows -= self._next(rows).num_rows
+            rows -= self._next_batch(rows).num_rows
 
-    def take(self, rows: int) -> Chunk:
-        first, batches = self._row, []
+    def take_rows(self, rows: int) -> ChunkRows:
+        first_row, batches = self._row, []
         while rows:
-            batches.append(self._next(rows))
+            batches.append(self._next_batch(rows))
             rows -= batches[-1].num_rows
         table = pa.Table.from_batches(batches)
         texts = [name for name in (self._data.text, self._data.text_pair) if name]
-        return chunk_of(enumerate(tabular.table_rows(table, texts), first + 1), table, self._data, self._unit)
+        return check_rows(
+            enumerate(tabular.iter_table_rows(table, texts), first_row + 1), table, self._data, self._unit
+        )
 
 
-def chunk_of(rows: Iterable[Raw], columns: Sequence[Mapping[str, Any]] | pa.Table, data: Data, unit: str) -> Chunk:
-    """The rows, checked."""
-    found, empty = [], 0
+def check_rows(
+    rows: Iterable[RawRow], columns: Sequence[Mapping[str, Any]] | pa.Table, data: DataConfig, unit: str
+) -> ChunkRows:
+    """Return the chunk with checked records."""
+    checked_records, empty_rows = [], 0
     for line, row in rows:
-        record = row_reader.checked(line, row, data)
-        empty += not isinstance(row, str) and not (record.text.strip() or (record.pair or "").strip())
-        found.append(record)
-    return Chunk(found, columns, unit, empty)
+        record = row_reader.parse_row(line, row, data)
+        empty_rows += not isinstance(row, str) and not (record.text.strip() or (record.pair or "").strip())
+        checked_records.append(record)
+    return ChunkRows(checked_records, columns, unit, empty_rows)
 
 
-class Reader:
-    """Reads portions, in any order. For one thread."""
+class ChunkReader:
+    """Reads chunks in any order. Not thread-safe."""
 
-    def __init__(self, source: Source, data: Data):
+    def __init__(self, source: DataSource, data: DataConfig):
         self._source, self._data = source, data
-        self._open: _Opened | None = None
+        self._row_reader: _RowReader | None = None
         self._files = ExitStack()
-        self._read: Portion | None = None
-        """The portion that was read last."""
+        self._last_chunk: Chunk | None = None
+        """The chunk of the last read."""
 
-    def read(self, portion: Portion) -> Chunk:
-        piece = self._source.pieces[portion.piece]
-        with row_reader.whole(piece):
-            opened = self._behind(portion) or self._opened(piece, portion)
-            found = opened.take(portion.rows)
-        self._open, self._read = opened, portion
-        return found
+    def read(self, chunk: Chunk) -> ChunkRows:
+        source_file = self._source.files[chunk.file_number]
+        with row_reader.reject_damaged_file(source_file):
+            source_reader = self._continue_reader(chunk) or self._open_file(source_file, chunk)
+            chunk_rows = source_reader.take_rows(chunk.rows)
+        self._row_reader, self._last_chunk = source_reader, chunk
+        return chunk_rows
 
     def close(self) -> None:
         self._files.close()
-        self._open = self._read = None
+        self._row_reader = self._last_chunk = None
 
-    def _behind(self, portion: Portion) -> _Opened | None:
-        """The file that is open, at the portion, if the portion lies behind what was read last."""
-        opened, last = self._open, self._read
-        if opened is None or last is None or last.piece != portion.piece:
+    def _continue_reader(self, chunk: Chunk) -> _RowReader | None:
+        """Return the open reader, moved to the chunk, if the chunk is after the last one; otherwise None."""
+        source_reader, last_chunk = self._row_reader, self._last_chunk
+        if source_reader is None or last_chunk is None or last_chunk.file_number != chunk.file_number:
             return None
-        if last.number + 1 == portion.number:
-            return opened
-        if last.start == portion.start and last.skip + last.rows <= portion.skip:
-            opened.skip(portion.skip - last.skip - last.rows)
-            return opened
+        if last_chunk.number + 1 == chunk.number:
+            return source_reader
+        if (
+            last_chunk.start_byte == chunk.start_byte
+            and last_chunk.rows_to_skip + last_chunk.rows <= chunk.rows_to_skip
+        ):
+            source_reader.skip_rows(chunk.rows_to_skip - last_chunk.rows_to_skip - last_chunk.rows)
+            return source_reader
         return None
 
-    def _opened(self, piece: Piece, portion: Portion) -> _Opened:
+    def _open_file(self, source_file: SourceFile, chunk: Chunk) -> _RowReader:
         self.close()
-        part = file_ranges.Part(portion.start, file_ranges.END, portion.before)
-        file = self._files.enter_context(file_ranges.opened(piece.uri, piece.format, part))
-        unit = "line" if piece.format in (*LINES, "conll") else "row"
-        if len(self._source.pieces) > 1:
-            unit = f"{paths.path_of(piece.uri).rpartition('/')[2]} {unit}"
-        if piece.format in ARROW:
-            batches = tabular.arrow_batches(file, piece.format, portion.skip)
-            return _Batches(batches, portion.skip, self._data, unit)
-        every_line = not self._data.labels
-        opened = _Rows(row_reader.raw(file, piece, self._data, part, every_line=every_line), self._data, unit)
-        opened.skip(portion.skip)
-        return opened
+        byte_range = file_ranges.FilePart(chunk.start_byte, file_ranges.MAX_OFFSET, chunk.lines_before)
+        file = self._files.enter_context(file_ranges.open_part(source_file.uri, source_file.format, byte_range))
+        unit = "line" if source_file.format in (*LINE_FORMATS, "conll") else "row"
+        if len(self._source.files) > 1:
+            unit = f"{paths.strip_query(source_file.uri).rpartition('/')[2]} {unit}"
+        if source_file.format in ARROW_FORMATS:
+            batches = tabular.iter_arrow_batches(file, source_file.format, chunk.rows_to_skip)
+            return _ArrowRowReader(batches, chunk.rows_to_skip, self._data, unit)
+        every_line = not self._data.label_columns
+        source_reader = _LineRowReader(
+            row_reader.iter_raw_rows(file, source_file, self._data, byte_range, keep_blank_lines=every_line),
+            self._data,
+            unit,
+        )
+        source_reader.skip_rows(chunk.rows_to_skip)
+        return source_reader

@@ -1,8 +1,9 @@
-"""The columns of the answers' table: those of the input as they are, the answer's beside them, and `reason`.
+"""Output columns: the input columns unchanged, the prediction columns, and `reason`.
 
-An answer's column whose name the input has already is called `NAME (answer)`. Arrow types say what a column holds:
-those of Arrow and Parquet files are kept, csv holds text, and a column of JSON lines has the one type of its values.
-Where these have several types, or are objects, a Parquet file holds them as text; csv holds lists as JSON too.
+A prediction column with the name of an input column is called `NAME (answer)`. The Arrow types of Arrow and Parquet
+files are kept, csv columns are strings, and a column of JSON lines has the common type of its values. Values of several
+types, and objects, are strings in Parquet; csv has lists as JSON too.
+
 """
 
 import functools
@@ -19,203 +20,211 @@ from rtrain.core.errors import ConfigError, Problem
 from rtrain.core.ragged import Head
 from rtrain.data import row_reader
 from rtrain.data.readers import tabular
-from rtrain.data.readers.values import printable, string
-from rtrain.data.sources.find import Piece
-from rtrain.tasks.base import Column, Task
-from rtrain.tasks.multi_head import heads
+from rtrain.data.readers.values import replace_surrogates, to_string
+from rtrain.data.sources.find import SourceFile
+from rtrain.tasks.base import AnswerColumn, Task
+from rtrain.tasks.multi_head import iter_heads
 
-REASON = Column("reason", str, lambda reason: reason)
-"""Why a row has no answer. The column is always there, empty where a row is answered."""
+REASON_COLUMN = AnswerColumn("reason", str, lambda reason: reason)
+"""Why a row has no prediction; empty for predicted rows. The column always exists."""
 
-_SIMPLE = {str: pa.string(), float: pa.float64(), int: pa.int64(), bool: pa.bool_(), object: pa.string()}
-_WORDS = pa.list_(pa.string())
-_NOT_TEXT = {
-    "tokens": _WORDS,
-    "tags": _WORDS,
+_SCALAR_TYPES = {str: pa.string(), float: pa.float64(), int: pa.int64(), bool: pa.bool_(), object: pa.string()}
+_STRING_LIST = pa.list_(pa.string())
+_LIST_COLUMNS = {
+    "tokens": _STRING_LIST,
+    "tags": _STRING_LIST,
     "answers": pa.list_(pa.struct([("text", pa.string()), ("start", pa.int64())])),
 }
-"""Columns of CoNLL and SQuAD files that are no texts."""
-EXACT = 2**53
-"""The greatest integer up to which a float holds each one."""
-DEEPEST = 8
-_LARGE = pa.dictionary(pa.int64(), pa.int64())
-"""Stands for integers of JSON beyond `EXACT`, such as ids: beside floats they are texts, else integers like others."""
+"""Columns of CoNLL and SQuAD files with other types than string."""
+MAX_EXACT_INTEGER = 2**53
+"""Floats hold every integer up to this."""
+MAX_DEPTH = 8
+_LARGE_INTEGER = pa.dictionary(pa.int64(), pa.int64())
+"""Marks JSON integers beyond `MAX_EXACT_INTEGER`, e.g. ids: with floats they become strings, otherwise int64."""
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The table's columns in order: Arrow type by name."""
+class OutputSchema:
+    """The output columns in order: Arrow type by name."""
 
-    given: dict[str, pa.DataType]
-    """Those of the input."""
-    added: dict[str, pa.DataType]
-    """Those of the answers, then the reason."""
-    renamed: dict[str, str]
-    """The answers' columns whose names the input has already, and how they are called instead."""
+    input_types: dict[str, pa.DataType]
+    """Columns of the input."""
+    answer_types: dict[str, pa.DataType]
+    """Columns of the predictions, then the reason."""
+    renamed_columns: dict[str, str]
+    """New names of prediction columns whose names the input uses."""
 
     @property
-    def schema(self) -> pa.Schema:
-        return pa.schema(list(zip(self.names, (*self.given.values(), *self.added.values()), strict=True)))
+    def arrow_schema(self) -> pa.Schema:
+        return pa.schema(list(zip(self.names, (*self.input_types.values(), *self.answer_types.values()), strict=True)))
 
     @property
     def names(self) -> list[str]:
-        """The columns' names as Arrow can hold them, each unlike the others."""
-        found: list[str] = []
-        for name in (*self.given, *self.added):
-            valid, number = printable(name), 1
-            while (chosen := valid if number == 1 else f"{valid} ({number})") in found:
+        """Names of the columns, valid in Arrow and unique."""
+        unique_names: list[str] = []
+        for name in (*self.input_types, *self.answer_types):
+            printable_name, number = replace_surrogates(name), 1
+            while (unique_name := printable_name if number == 1 else f"{printable_name} ({number})") in unique_names:
                 number += 1
-            found.append(chosen)
-        return found
+            unique_names.append(unique_name)
+        return unique_names
 
 
-def layout(given: Mapping[str, pa.DataType], answer: Sequence[Column]) -> Layout:
-    """The columns `answer` and the reason behind those of the input."""
-    taken, added, renamed = set(given), {}, {}
-    for column in (*answer, REASON):
+def build_output_schema(input_types: Mapping[str, pa.DataType], answer_columns: Sequence[AnswerColumn]) -> OutputSchema:
+    """Return the input columns, followed by `answer_columns` and the reason."""
+    used_names, answer_types, renamed_columns = set(input_types), {}, {}
+    for column in (*answer_columns, REASON_COLUMN):
         name, number = column.name, 1
-        while name in taken:
+        while name in used_names:
             name = f"{column.name} (answer{f' {number}' if number > 1 else ''})"
             number += 1
         if name != column.name:
-            renamed[column.name] = name
-        taken.add(name)
-        added[name] = arrow_type(column.kind)
-    return Layout(dict(given), added, renamed)
+            renamed_columns[column.name] = name
+        used_names.add(name)
+        answer_types[name] = arrow_type(column.kind)
+    return OutputSchema(dict(input_types), answer_types, renamed_columns)
 
 
-def score_columns(task: Task, head: Head) -> list[Column]:
-    """A column for the score of each label; their values are of `scores_by_column`. Raises `ConfigError` for a task
-    whose answers have no score for each label."""
+def make_score_columns(task: Task, head: Head) -> list[AnswerColumn]:
+    """Return a column for the score of each label; `scores_by_column` gives the values. Raises `ConfigError` for a task
+    without label scores."""
     if task.output not in ("classes", "labels", "heads"):
-        reason = f"answers of the task {task.name} have no score for each label"
-        problem = Problem("--scores", None, reason, "leave it out: an answer has its own score", code="no_label_scores")
+        reason = f"predictions of the task {task.name} have no score per label"
+        problem = Problem("--scores", None, reason, "leave it out: each prediction has a score", code="no_label_scores")
         raise ConfigError([problem])
-    each = [(name, label) for name, own, _ in heads(head) for label in own] if task.output == "heads" else []
-    names = [_score_name(name, label) for name, label in each or (("", label) for label in head.labels)]
-    return [Column(name, float, operator.itemgetter(name)) for name in names]
+    head_labels = (
+        [(name, label) for name, value, _ in iter_heads(head) for label in value] if task.output == "heads" else []
+    )
+    names = [_score_column_name(name, label) for name, label in head_labels or (("", label) for label in head.labels)]
+    return [AnswerColumn(name, float, operator.itemgetter(name)) for name in names]
 
 
 def scores_by_column(answer: Any) -> dict[str, float]:
-    """An answer with all labels, as values of `score_columns`."""
-    parts = answer.items() if isinstance(answer, dict) else (("", answer),)
-    return {_score_name(head, entry["label"]): entry["score"] for head, entries in parts for entry in entries}
+    """Return the values of `make_score_columns` from a prediction with all labels."""
+    entries_by_head = answer.items() if isinstance(answer, dict) else (("", answer),)
+    return {
+        _score_column_name(head, entry["label"]): entry["score"]
+        for head, entries in entries_by_head
+        for entry in entries
+    }
 
 
-def _score_name(head: str, label: str) -> str:
+def _score_column_name(head: str, label: str) -> str:
     return f"{head} score {label}".strip()
 
 
 def arrow_type(kind: Any) -> pa.DataType:
-    """The Arrow type of a kind of `Column`."""
+    """Return the Arrow type of an `AnswerColumn` kind."""
     if isinstance(kind, list):
         return pa.list_(arrow_type(kind[0]))
     if isinstance(kind, dict):
         return pa.struct([(name, arrow_type(inner)) for name, inner in kind.items()])
-    return _SIMPLE[kind]
+    return _SCALAR_TYPES[kind]
 
 
 # -------------------------------------------------------------------------------------------------- types of the input
 
 
-def of_file(piece: Piece) -> dict[str, pa.DataType]:
-    """The columns and types of a file whose rows are alike: csv, tsv, CoNLL or SQuAD."""
-    known = tabular.COLUMNS.get(piece.format, ())
-    return {name: _NOT_TEXT.get(name, pa.string()) for name in known} or dict.fromkeys(
-        row_reader.columns_of(piece), pa.string()
+def file_column_types(source_file: SourceFile) -> dict[str, pa.DataType]:
+    """Return the column types of a csv, tsv, CoNLL or SQuAD file."""
+    format_columns = tabular.FIXED_COLUMNS.get(source_file.format, ())
+    return {name: _LIST_COLUMNS.get(name, pa.string()) for name in format_columns} or dict.fromkeys(
+        row_reader.read_columns(source_file), pa.string()
     )
 
 
-def kind_of(value: Any, depth: int = 0) -> pa.DataType:
-    """The type of a value of JSON; lists in more than `DEEPEST` lists are texts."""
+def json_type(value: Any, depth: int = 0) -> pa.DataType:
+    """Return the type of a JSON value; lists nested deeper than `MAX_DEPTH` are strings."""
     if isinstance(value, bool):
         return pa.bool_()
     if isinstance(value, int):
-        if abs(value) > EXACT:
-            return _LARGE if -(2**63) <= value < 2**63 else pa.string()
+        if abs(value) > MAX_EXACT_INTEGER:
+            return _LARGE_INTEGER if -(2**63) <= value < 2**63 else pa.string()
         return pa.int64()
     if isinstance(value, float):
         return pa.float64()
-    if isinstance(value, list) and depth < DEEPEST:
-        return pa.list_(functools.reduce(common, (kind_of(inner, depth + 1) for inner in value), pa.null()))
+    if isinstance(value, list) and depth < MAX_DEPTH:
+        return pa.list_(functools.reduce(common_type, (json_type(inner, depth + 1) for inner in value), pa.null()))
     return pa.null() if value is None else pa.string()
 
 
-def common(one: pa.DataType, other: pa.DataType) -> pa.DataType:
-    """The type that holds the values of both; text where nothing else does."""
-    if one == other or pa.types.is_null(other):
-        return one
-    if pa.types.is_null(one):
-        return other
-    if pa.types.is_list(one) and pa.types.is_list(other):
-        return pa.list_(common(one.value_type, other.value_type))
-    if {one, other} == {pa.int64(), _LARGE}:
-        return _LARGE
-    if pa.types.is_integer(one) and pa.types.is_integer(other) and pa.uint64() not in (one, other):
+def common_type(first: pa.DataType, second: pa.DataType) -> pa.DataType:
+    """Return the type that holds the values of both; string if no other does."""
+    if first == second or pa.types.is_null(second):
+        return first
+    if pa.types.is_null(first):
+        return second
+    if pa.types.is_list(first) and pa.types.is_list(second):
+        return pa.list_(common_type(first.value_type, second.value_type))
+    if {first, second} == {pa.int64(), _LARGE_INTEGER}:
+        return _LARGE_INTEGER
+    if pa.types.is_integer(first) and pa.types.is_integer(second) and pa.uint64() not in (first, second):
         return pa.int64()
-    if pa.types.is_floating(one) and pa.types.is_floating(other):
+    if pa.types.is_floating(first) and pa.types.is_floating(second):
         return pa.float64()
-    return pa.float64() if {one, other} == {pa.int64(), pa.float64()} else pa.string()
+    return pa.float64() if {first, second} == {pa.int64(), pa.float64()} else pa.string()
 
 
-def settled(kind: pa.DataType) -> pa.DataType:
-    """What holds nothing holds texts, and large numbers are numbers."""
-    if kind == _LARGE:
+def concrete_type(column_type: pa.DataType) -> pa.DataType:
+    """Replace the null type by string, and the marker of large integers by int64."""
+    if column_type == _LARGE_INTEGER:
         return pa.int64()
-    if pa.types.is_list(kind):
-        return pa.list_(settled(kind.value_type))
-    return pa.string() if pa.types.is_null(kind) else kind
+    if pa.types.is_list(column_type):
+        return pa.list_(concrete_type(column_type.value_type))
+    return pa.string() if pa.types.is_null(column_type) else column_type
 
 
 # -------------------------------------------------------------------------------------------------------------- values
 
 
-def text(value: Any) -> str:
-    """A value as it stands in csv, or in a column of texts: nothing for null, JSON for lists and objects."""
+def to_text(value: Any) -> str:
+    """Format a value for csv or a string column: empty for null, JSON for lists and objects."""
     if isinstance(value, bool):
         return "true" if value else "false"
-    return as_json(value) if isinstance(value, list | dict) else string(value)
+    return to_json(value) if isinstance(value, list | dict) else to_string(value)
 
 
-def as_json(value: Any) -> str:
-    """JSON with null for NaN and infinity at any depth: it has neither, and most readers stop at them. Arrow files
-    often say by NaN that there is no value; Python's parser takes both, and 1e999 for infinity."""
-    dump = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, default=string)
+def to_json(value: Any) -> str:
+    """Format JSON with null for NaN and infinity at any depth: JSON has neither. Arrow files often use NaN for a
+    missing value; Python's parser accepts both, and 1e999."""
+    dump = functools.partial(json.dumps, ensure_ascii=False, allow_nan=False, default=to_string)
     try:
         return dump(value)
     except ValueError:
-        return dump(_finite(value))
+        return dump(_replace_non_finite(value))
 
 
-def _finite(value: Any) -> Any:
+def _replace_non_finite(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
-    if isinstance(value, list | tuple):  # a map of Arrow's is a list of pairs
-        return [_finite(inner) for inner in value]
-    return {name: _finite(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, list | tuple):  # an Arrow map is a list of pairs
+        return [_replace_non_finite(inner) for inner in value]
+    return {name: _replace_non_finite(inner) for name, inner in value.items()} if isinstance(value, dict) else value
 
 
-def array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
-    """The values as an Arrow array. What is no valid Unicode, which Arrow cannot hold, becomes a question mark."""
-    values = [_as(kind, value) for value in values]
+def to_arrow(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
+    """Return an Arrow array. Characters that are invalid in Unicode become question marks."""
+    values = [_to_column_value(kind, value) for value in values]
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:
-        return pa.array([_valid(value) for value in values], kind)
+        return pa.array([_replace_invalid_unicode(value) for value in values], kind)
 
 
-def _as(kind: pa.DataType, value: Any) -> Any:
-    """A value as text where the column is one of texts, since others of its values are."""
+def _to_column_value(kind: pa.DataType, value: Any) -> Any:
+    """Convert a value to text if the column is a string column."""
     if pa.types.is_string(kind):
-        return value if value is None or isinstance(value, str) else text(value)
+        return value if value is None or isinstance(value, str) else to_text(value)
     if pa.types.is_list(kind) and value is not None:
-        return [_as(kind.value_type, inner) for inner in value]
+        return [_to_column_value(kind.value_type, inner) for inner in value]
     return value
 
 
-def _valid(value: Any) -> Any:
+def _replace_invalid_unicode(value: Any) -> Any:
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode()
     if isinstance(value, list):
-        return [_valid(inner) for inner in value]
-    return {name: _valid(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+        return [_replace_invalid_unicode(inner) for inner in value]
+    return (
+        {name: _replace_invalid_unicode(inner) for name, inner in value.items()} if isinstance(value, dict) else value
+    )

@@ -1,12 +1,12 @@
-"""Answers on their way to a file: portions in a hidden folder beside it, joined at the end.
+"""Output of a batch prediction: chunks in a hidden folder beside the output file, joined at the end.
 
-.<name>.portions/manifest.json      what is answered by what: another input or artefact is refused by name
-                 portions.jsonl     a line per portion, behind the portion's file: rows, size, SHA-256
-                 000000.csv ...     a portion's rows, written whole or not at all
-                 writer.lock        held by the process that writes
-<name>                              the whole, moved there once every row is in it
+.<name>.chunks/manifest.json      digests of input, artifact and settings; a resume with others is refused
+                 chunks.jsonl     a line per chunk, written after its file: rows, size, SHA-256
+                 000000.csv ...     the rows of a chunk, written atomically
+                 writer.lock        locked by the writer
+<name>                              the output, moved there when it is complete
 
-A killed job loses the portions that it was at. `--resume` verifies the others, and goes on.
+A killed job loses its current chunks. `--resume` verifies the others and continues.
 """
 
 import fcntl
@@ -23,38 +23,38 @@ from typing import Any, Literal
 import fsspec
 import fsspec.utils
 
-from rtrain.config import Data
+from rtrain.config import DataConfig
 from rtrain.core import atomic_write, manifest
 from rtrain.core.errors import ConfigError, Problem, UserError
-from rtrain.data.row_reader import Source
+from rtrain.data.row_reader import DataSource
 from rtrain.data.sources import paths
 from rtrain.inference.batch import formats
-from rtrain.inference.batch.chunks import Portion
-from rtrain.inference.batch.columns import Layout
+from rtrain.inference.batch.chunks import Chunk
+from rtrain.inference.batch.columns import OutputSchema
 from rtrain.inference.batch.formats import Format
-from rtrain.inference.batch.pipeline import Answered, Counts
+from rtrain.inference.batch.pipeline import AnswerCounts, AnsweredChunk
 
 Reuse = Literal["refuse", "resume", "overwrite"]
 SCHEMA_VERSION = 1
-MANIFEST, LOG, LOCK = "manifest.json", "portions.jsonl", "writer.lock"
-WORDS = {"input": "rows", "artifact": "artefact", "settings": "settings", "schema_version": "version of rtrain"}
-"""What a key of the manifest binds the portions to."""
+MANIFEST, LOG, LOCK = "manifest.json", "chunks.jsonl", "writer.lock"
+BINDING_NAMES = {"input": "rows", "artifact": "artifact", "settings": "settings", "schema_version": "version of rtrain"}
+"""Name of each manifest key, for messages."""
 
 
-class Folder:
-    """The portions of one output file, which this process alone writes. Use as a context manager."""
+class ChunkFolder:
+    """The chunks of one output file, locked by this process. Use as a context manager."""
 
     def __init__(self, out: Path, format: Format, binding: Mapping[str, Any], reuse: Reuse):
         self.out, self._format, self._reuse = out, format, reuse
         self._binding = {"schema_version": SCHEMA_VERSION, **binding}
-        self.path = out.with_name(f".{out.name}.portions")
-        self.done: dict[int, Counts] = {}
-        """By the portion's number."""
+        self.path = out.with_name(f".{out.name}.chunks")
+        self.counts_by_chunk: dict[int, AnswerCounts] = {}
+        """Counts by chunk number."""
         self._lock = -1
 
-    def __enter__(self) -> "Folder":
-        """Raises `ConfigError` where the output is there already, `UserError` where it cannot be written or resumed."""
-        self._refuse()
+    def __enter__(self) -> "ChunkFolder":
+        """Raises `ConfigError` if the output exists, `UserError` if it cannot be written or resumed."""
+        self._check_output()
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
@@ -67,14 +67,14 @@ class Folder:
         except BlockingIOError:
             os.close(self._lock)
             raise UserError(
-                f"another process is writing {self.out}; wait for its end, or name another --out",
+                f"another process is writing {self.out}; wait until it ends, or name another --out",
                 code="already_running",
             ) from None
         except OSError:
             pass  # storage without locks
         try:
-            with self._writing():
-                self._begin()
+            with self._map_write_errors():
+                self._open_or_reset()
         except BaseException:
             os.close(self._lock)
             raise
@@ -83,132 +83,147 @@ class Folder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if not self.done:
-            shutil.rmtree(self.path, ignore_errors=True)  # there is nothing to go on from
+        if not self.counts_by_chunk:
+            shutil.rmtree(self.path, ignore_errors=True)  # nothing to resume
         os.close(self._lock)
 
-    def _refuse(self) -> None:
+    def _check_output(self) -> None:
         refuse_existing(self.out, self._reuse != "refuse")
         if self._reuse == "refuse" and (self.path / MANIFEST).exists():
-            fix = "go on with --resume, or begin anew with --overwrite"
-            problem = Problem(
-                "--out", str(self.out), "a job that was to write it has not ended", fix, code="unfinished_job"
-            )
+            fix = "continue with --resume, or start again with --overwrite"
+            problem = Problem("--out", str(self.out), "an unfinished job writes it", fix, code="unfinished_job")
             raise ConfigError([problem])
 
-    def _begin(self) -> None:
-        known = self._known()
-        if self._reuse != "resume" or known is None:
+    def _open_or_reset(self) -> None:
+        stored_binding = self._stored_binding()
+        if self._reuse != "resume" or stored_binding is None:
             for path in self.path.iterdir():
                 if path.name != LOCK:
                     path.unlink()
-            _write_whole(self.path / MANIFEST, json.dumps(self._binding, indent=1).encode())
+            _write_atomically(self.path / MANIFEST, json.dumps(self._binding, indent=1).encode())
             return
-        if other := [WORDS[key] for key, value in self._binding.items() if known.get(key) != value]:
+        if changed_keys := [
+            BINDING_NAMES[key] for key, value in self._binding.items() if stored_binding.get(key) != value
+        ]:
             raise UserError(
-                f"--resume: {self.out.name} was begun with other {' and '.join(other)} ({self.path}); "
-                "give what it was begun with, or begin anew with --overwrite",
+                f"--resume: {self.out.name} was started with other {' and '.join(changed_keys)} "
+                f"({self.path}); "
+                "use the same, or start again with --overwrite",
                 code="other_job",
             )
-        found = self._lines()
-        for line in found:
-            entry: manifest.Entry = {"size": line["size"], "sha256": line["sha256"]}
-            if manifest.flaw(self._file(line["number"]), entry) is None:
-                self.done[line["number"]] = Counts(*line["counts"])
-        # Written anew: a killed process may have left half a line at its end, to which the next would be added.
-        _write_whole(self.path / LOG, b"".join(_line(line) for line in found))
+        log_lines = self._read_log()
+        for line in log_lines:
+            entry: manifest.FileEntry = {"size": line["size"], "sha256": line["sha256"]}
+            if manifest.find_file_problem(self._chunk_path(line["number"]), entry) is None:
+                self.counts_by_chunk[line["number"]] = AnswerCounts(*line["counts"])
+        # Rewritten: a killed process may have left a partial line at its end.
+        _write_atomically(self.path / LOG, b"".join(_encode_line(line) for line in log_lines))
 
-    def _known(self) -> dict[str, Any] | None:
-        """What portions that are here already were made of."""
+    def _stored_binding(self) -> dict[str, Any] | None:
+        """Return the stored manifest, or None."""
         path = self.path / MANIFEST
         if not path.exists():
             return None
-        known = _document(path.read_bytes())
-        if known is None and self._reuse == "resume":
-            raise UserError(f"--resume: {path} cannot be read; begin anew with --overwrite", code="unreadable")
-        return known
+        stored_binding = _parse_json(path.read_bytes())
+        if stored_binding is None and self._reuse == "resume":
+            raise UserError(f"--resume: {path} cannot be read; start again with --overwrite", code="unreadable")
+        return stored_binding
 
-    def _lines(self) -> list[dict[str, Any]]:
-        """The lines of the log that are whole: a killed process leaves half of its last one, and a machine that stopped
-        may leave zeros in any. Each is proven by its portion's file, so that a lost one costs its portion alone."""
+    def _read_log(self) -> list[dict[str, Any]]:
+        """Return the valid lines of the log. A killed process may leave a partial line, and a crashed machine zeros.
+        Each line is verified by its chunk's file, so an invalid line costs that chunk only."""
         path = self.path / LOG
         lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
-        found = [_document(line) for line in lines]
-        return [line for line in found if line is not None and line.keys() >= {"number", "counts", "size", "sha256"}]
+        parsed_lines = [_parse_json(line) for line in lines]
+        return [
+            line for line in parsed_lines if line is not None and line.keys() >= {"number", "counts", "size", "sha256"}
+        ]
 
-    def _file(self, number: int) -> Path:
+    def _chunk_path(self, number: int) -> Path:
         return self.path / f"{number:06d}.{self._format}"
 
-    def add(self, answered: Answered) -> None:
-        """Keep a portion: its file, whole, and then its line in the log."""
-        path = self._file(answered.number)
-        with self._writing():
-            _write_whole(path, answered.body)
-            line = {"number": answered.number, "counts": list(answered.counts), **manifest.entry(path)}
+    def add_chunk(self, answered_chunk: AnsweredChunk) -> None:
+        """Write a chunk's file atomically, and then its line in the log."""
+        path = self._chunk_path(answered_chunk.number)
+        with self._map_write_errors():
+            _write_atomically(path, answered_chunk.body)
+            line = {
+                "number": answered_chunk.number,
+                "counts": list(answered_chunk.counts),
+                **manifest.compute_entry(path),
+            }
             with (self.path / LOG).open("ab") as log:
-                log.write(_line(line))
+                log.write(_encode_line(line))
                 log.flush()
                 os.fsync(log.fileno())
-        self.done[answered.number] = answered.counts
+        self.counts_by_chunk[answered_chunk.number] = answered_chunk.counts
 
-    def join(self, layout: Layout, portions: Sequence[Portion]) -> None:
-        """Put the whole file in its place, and remove the portions."""
-        wrong = [one.number for one in portions if self.done.get(one.number, Counts(0, 0, 0)).rows != one.rows]
-        assert not wrong, f"portions {wrong[:5]} have other rows than the input"
-        whole = self.path / f"whole.{self._format}"
-        with self._writing():
-            with whole.open("wb") as file:
-                formats.join(self._format, layout, (self._file(one.number) for one in portions), file)
-            atomic_write.sync(whole)
-            whole.replace(self.out)
+    def join_chunks(self, output_schema: OutputSchema, chunks: Sequence[Chunk]) -> None:
+        """Join the chunks to the output file, and remove the folder."""
+        mismatched = [
+            chunk.number
+            for chunk in chunks
+            if self.counts_by_chunk.get(chunk.number, AnswerCounts(0, 0, 0)).rows != chunk.rows
+        ]
+        assert not mismatched, f"chunks {mismatched[:5]} have other rows than the input"
+        joined_file = self.path / f"whole.{self._format}"
+        with self._map_write_errors():
+            with joined_file.open("wb") as file:
+                formats.join_chunks(
+                    self._format, output_schema, (self._chunk_path(chunk.number) for chunk in chunks), file
+                )
+            atomic_write.sync(joined_file)
+            joined_file.replace(self.out)
             atomic_write.sync(self.out.parent)
         shutil.rmtree(self.path)
 
     @contextmanager
-    def _writing(self) -> Iterator[None]:
+    def _map_write_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
             raise UserError(
-                f"{self.path} cannot be written ({error.strerror}); once it can, --resume goes on from what is there",
+                f"{self.path} cannot be written ({error.strerror}); fix that, and continue with --resume",
                 code="not_writable",
             ) from None
 
 
 def refuse_existing(out: Path, overwrite: bool) -> None:
-    """Raise `ConfigError` where a file would be replaced that nobody has given up."""
+    """Raise `ConfigError` for an existing file without --overwrite, and for a folder."""
     if out.is_dir():
         raise ConfigError([Problem("--out", str(out), "is a folder", "name a file in it", code="is_a_folder")])
     if out.exists() and not overwrite:
-        fix = "name another, or write it anew with --overwrite"
-        raise ConfigError([Problem("--out", str(out), "there is such a file already", fix, code="already_exists")])
+        fix = "name another, or replace it with --overwrite"
+        raise ConfigError([Problem("--out", str(out), "the file exists", fix, code="already_exists")])
 
 
-def refuse_among_rows(source: Source, data: Data, out: Path) -> None:
-    """Raise `ConfigError` where the answers would be read as rows by the next call."""
-    place, named = out.resolve(), Path(fsspec.core.strip_protocol(str(data.path))).resolve()
-    own = any(Path(piece.uri.removeprefix("file://")).resolve() == place for piece in source.pieces)
-    # By fsspec's own rule, which finds the rows: to Python 3.11 and 3.12 `**` is one folder, to fsspec any number.
-    matched = paths.is_glob(str(data.path)) and re.match(fsspec.utils.glob_translate(str(named)), str(place))
-    if own or matched or (named.is_dir() and place.is_relative_to(named)):
+def refuse_among_rows(source: DataSource, data: DataConfig, out: Path) -> None:
+    """Raise `ConfigError` if the next call would read the output as rows."""
+    output_path, data_path = out.resolve(), Path(fsspec.core.strip_protocol(str(data.path))).resolve()
+    is_source_file = any(Path(file.uri.removeprefix("file://")).resolve() == output_path for file in source.files)
+    # By fsspec's rule, which finds the rows: in Python 3.11 and 3.12 `**` is one folder, in fsspec any number.
+    is_matched = paths.is_glob(str(data.path)) and re.match(
+        fsspec.utils.glob_translate(str(data_path)), str(output_path)
+    )
+    if is_source_file or is_matched or (data_path.is_dir() and output_path.is_relative_to(data_path)):
         reason, fix = "it is among the rows that --data names", "write the answers to another folder"
         raise ConfigError([Problem("--out", str(out), reason, fix, code="among_the_rows")])
 
 
-def _document(body: bytes) -> dict[str, Any] | None:
-    """A JSON object; None where these bytes are none."""
+def _parse_json(body: bytes) -> dict[str, Any] | None:
+    """Parse a JSON object; None if the bytes are not one."""
     try:
-        found = json.loads(body)
+        content = json.loads(body)
     except ValueError:
         return None
-    return found if isinstance(found, dict) else None
+    return content if isinstance(content, dict) else None
 
 
-def _line(line: Mapping[str, Any]) -> bytes:
+def _encode_line(line: Mapping[str, Any]) -> bytes:
     return json.dumps(line).encode() + b"\n"
 
 
-def _write_whole(path: Path, body: bytes) -> None:
-    """Write a file whole or not at all."""
-    with atomic_write.replacement(path) as draft:
+def _write_atomically(path: Path, body: bytes) -> None:
+    """Write a file atomically."""
+    with atomic_write.replace_file(path) as draft:
         draft.write_bytes(body)

@@ -1,6 +1,7 @@
-"""Portions of rows -> the bytes of their answers, in a pipeline.
+"""Pipeline: chunks of rows -> encoded predictions.
 
-The engine is at one portion while the next is read and made tokens, and the one before is decoded and written.
+While the engine computes a chunk, the next one is read and tokenized, and the previous one is decoded and encoded.
+
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,159 +10,167 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rtrain.config import Data
+from rtrain.config import DataConfig
 from rtrain.core import engines
-from rtrain.core.ragged import Encoded, Floats
-from rtrain.data.row_reader import Record, Source
+from rtrain.core.ragged import EncodedRow, Floats
+from rtrain.data.row_reader import DataSource, SourceRow
 from rtrain.inference import artifact as artifacts
 from rtrain.inference.batch import formats
-from rtrain.inference.batch.chunks import Chunk, Portion, Reader
-from rtrain.inference.batch.columns import Layout, score_columns, scores_by_column
+from rtrain.inference.batch.chunks import Chunk, ChunkReader, ChunkRows
+from rtrain.inference.batch.columns import OutputSchema, make_score_columns, scores_by_column
 from rtrain.inference.batch.formats import Format
-from rtrain.inference.predictor import BATCH_ROWS, Predictor, side_by_side
-from rtrain.tasks.base import Column, Input, Task
+from rtrain.inference.predictor import DEFAULT_BATCH_SIZE, Predictor, compute_outputs_in_parallel
+from rtrain.tasks.base import AnswerColumn, Input, Task
 
-In = TypeVar("In")
-Out = TypeVar("Out")
+InputItem = TypeVar("InputItem")
+OutputItem = TypeVar("OutputItem")
 
 
 @dataclass(frozen=True)
-class Work:
-    """What is answered, by what, into which table: all that a process needs to answer a portion."""
+class BatchPredictJob:
+    """All that a process needs to predict a chunk."""
 
     artifact: Path
-    source: Source
-    data: Data
-    layout: Layout
+    source: DataSource
+    data: DataConfig
+    output_schema: OutputSchema
     format: Format
-    batch_rows: int = BATCH_ROWS
-    scores: bool = False
-    """Whether the score of each label has a column."""
+    batch_rows: int = DEFAULT_BATCH_SIZE
+    with_label_scores: bool = False
+    """Add a column for the score of each label."""
 
 
-class Counts(NamedTuple):
-    """Rows of a portion, by what became of them."""
+class AnswerCounts(NamedTuple):
+    """Rows of a chunk by outcome."""
 
     answered: int
     empty: int
-    """Their text is blank."""
-    bad: int
-    """They cannot be used for another reason."""
+    """The text is blank."""
+    unusable: int
+    """The row is invalid for another reason."""
 
     @property
     def rows(self) -> int:
         return sum(self)
 
 
-class Answered(NamedTuple):
+class AnsweredChunk(NamedTuple):
     number: int
-    """The portion's number."""
+    """Number of the chunk."""
     body: bytes
-    """The portion's rows and answers, as `writing.encode` has them."""
-    counts: Counts
+    """Rows and predictions (`formats.encode_chunk`)."""
+    counts: AnswerCounts
 
 
-class _Prepared(NamedTuple):
+class _EncodedChunk(NamedTuple):
     number: int
-    chunk: Chunk
-    asked: list[Input]
-    """What is asked of the rows that have no reason against them."""
-    encoded: list[Encoded]
+    chunk_rows: ChunkRows
+    inputs: list[Input]
+    """Inputs of the valid rows."""
+    encoded: list[EncodedRow]
 
 
-class Answerer:
-    """A loaded artefact that answers portions."""
+class ChunkAnswerer:
+    """Predicts chunks with a loaded artifact."""
 
-    def __init__(self, work: Work, copies: Sequence[Predictor] | None = None):
-        """`copies` of the artefact compute the batches of a portion side by side; None: one is loaded."""
-        self._work = work
-        self._copies = copies or [Predictor.load(work.artifact)]
+    def __init__(self, job: BatchPredictJob, copies: Sequence[Predictor] | None = None):
+        """`copies` of the artifact (`load_copies`) compute the batches of a chunk in parallel; default: one copy."""
+        self._job = job
+        self._copies = copies or [Predictor.load(job.artifact)]
         self._predictor = self._copies[0]
-        self._reader = Reader(work.source, work.data)
+        self._reader = ChunkReader(job.source, job.data)
 
-    def answer(self, portion: Portion) -> Answered:
-        """One portion, without a pipeline."""
-        return self._written(self._computed(self._prepared(portion.number, self._reader.read(portion))))
+    def answer(self, chunk: Chunk) -> AnsweredChunk:
+        """Predict one chunk, without a pipeline."""
+        return self._decode_and_write(self._compute(self._encode(chunk.number, self._reader.read(chunk))))
 
-    def each(self, portions: Iterable[Portion]) -> Iterator[Answered]:
-        """The portions in order."""
-        prepared = ahead(lambda portion: self._prepared(portion.number, self._reader.read(portion)), portions)
-        yield from map(self._written, ahead(self._computed, prepared))
+    def answer_all(self, chunks: Iterable[Chunk]) -> Iterator[AnsweredChunk]:
+        """Predict the chunks in order."""
+        encoded_chunks = prefetch(lambda chunk: self._encode(chunk.number, self._reader.read(chunk)), chunks)
+        yield from map(self._decode_and_write, prefetch(self._compute, encoded_chunks))
         self._reader.close()
 
-    def _prepared(self, number: int, chunk: Chunk) -> _Prepared:
-        chunk = replace(chunk, records=[with_flaw(record, self._predictor) for record in chunk.records])
-        asked = [asked_of(record, self._predictor.task) for record in chunk.records if record.reason is None]
-        return _Prepared(number, chunk, asked, self._predictor.encode(asked))
+    def _encode(self, number: int, chunk_rows: ChunkRows) -> _EncodedChunk:
+        chunk_rows = replace(
+            chunk_rows, records=[with_input_problem(record, self._predictor) for record in chunk_rows.records]
+        )
+        inputs = [record_input(record, self._predictor.task) for record in chunk_rows.records if record.reason is None]
+        return _EncodedChunk(number, chunk_rows, inputs, self._predictor.encode(inputs))
 
-    def _computed(self, prepared: _Prepared) -> tuple[_Prepared, list[Floats]]:
-        return prepared, side_by_side(self._copies, prepared.encoded, self._work.batch_rows)
+    def _compute(self, encoded_chunk: _EncodedChunk) -> tuple[_EncodedChunk, list[Floats]]:
+        return encoded_chunk, compute_outputs_in_parallel(self._copies, encoded_chunk.encoded, self._job.batch_rows)
 
-    def _written(self, computed: tuple[_Prepared, list[Floats]]) -> Answered:
-        (number, chunk, asked, encoded), outputs = computed
+    def _decode_and_write(self, computed_chunk: tuple[_EncodedChunk, list[Floats]]) -> AnsweredChunk:
+        (number, chunk_rows, inputs, encoded), outputs = computed_chunk
         task, head = self._predictor.task, self._predictor.head
-        answers = task.decode(outputs, asked, encoded, head, {}) if asked else []
-        added = beside(chunk, task.columns(head), answers)
-        if self._work.scores:
-            added += beside(chunk, score_columns(task, head), [scores_by_column(answer) for answer in answers])
-        added.append(reasons(chunk))
-        body = formats.encode(self._work.format, self._work.layout, chunk, added)
-        return Answered(number, body, Counts(len(asked), chunk.empty, len(chunk.records) - len(asked) - chunk.empty))
+        answers = task.decode(outputs, inputs, encoded, head, {}) if inputs else []
+        answer_values = align_with_rows(chunk_rows, task.answer_columns(head), answers)
+        if self._job.with_label_scores:
+            answer_values += align_with_rows(
+                chunk_rows, make_score_columns(task, head), [scores_by_column(answer) for answer in answers]
+            )
+        answer_values.append(missing_reasons(chunk_rows))
+        body = formats.encode_chunk(self._job.format, self._job.output_schema, chunk_rows, answer_values)
+        return AnsweredChunk(
+            number,
+            body,
+            AnswerCounts(len(inputs), chunk_rows.empty, len(chunk_rows.records) - len(inputs) - chunk_rows.empty),
+        )
 
 
-MOST_COPIES = 4
-"""More would hold the model in memory more often; on many cores each has several threads."""
+MAX_COPIES = 4
+"""Maximum copies of a model in memory; on many cores each has several threads."""
 
 
-def copies(artifact: Path, threads: int) -> list[Predictor]:
-    """Copies of an artefact that share so many threads. Two int8 engines of one thread answer short texts 1.25 times as
-    fast as one of two threads. A float model has one copy: torch has one number of threads for all of a process."""
-    is_float = engines.get(artifacts.read(artifact, verify=False).engine).gradients
-    count = 1 if is_float else min(MOST_COPIES, threads)
+def load_copies(artifact: Path, threads: int) -> list[Predictor]:
+    """Load copies of an artifact that share so many threads. Two int8 engines with one thread each predict short texts
+    1.25 times as fast as one with two threads. A float model has one copy: torch has one thread pool per process."""
+    is_float = engines.get_engine(artifacts.read_artifact(artifact, verify=False).engine).has_gradients
+    count = 1 if is_float else min(MAX_COPIES, threads)
     return [Predictor.load(artifact, threads // count) for _ in range(count)]
 
 
-def asked_of(record: Record, task: Task) -> Input:
-    """What is asked of a row."""
+def record_input(record: SourceRow, task: Task) -> Input:
+    """Return the input of a row."""
     if record.pair is None:
         return record.text
     return dict(zip(task.fields, (record.text, record.pair), strict=True))
 
 
-def with_flaw(record: Record, predictor: Predictor) -> Record:
-    """The record; with the artefact's reason where it cannot be asked."""
+def with_input_problem(record: SourceRow, predictor: Predictor) -> SourceRow:
+    """Return the record, with the artifact's reason if the input is invalid."""
     if record.reason is not None:
         return record
-    flaw = predictor.flaw(asked_of(record, predictor.task))
-    return record if flaw is None else record._replace(reason=f"it {flaw}")
+    problem = predictor.validate_input(record_input(record, predictor.task))
+    return record if problem is None else record._replace(reason=f"it {problem}")
 
 
-def beside(chunk: Chunk, columns: Sequence[Column], answers: Sequence[Any]) -> list[list[Any]]:
-    """The values of each of the answers' columns, None in rows without an answer. `answers`: of the rows without a
-    reason."""
-    has = [record.reason is None for record in chunk.records]
-    found = []
+def align_with_rows(chunk_rows: ChunkRows, columns: Sequence[AnswerColumn], answers: Sequence[Any]) -> list[list[Any]]:
+    """Return the values of each answer column, with None in invalid rows. `answers`: predictions of the valid rows."""
+    is_answered = [record.reason is None for record in chunk_rows.records]
+    values_by_column = []
     for column in columns:
         values = iter([column.value(answer) for answer in answers])
-        found.append([next(values) if answered else None for answered in has])
-    return found
+        values_by_column.append([next(values) if answered else None for answered in is_answered])
+    return values_by_column
 
 
-def reasons(chunk: Chunk) -> list[str | None]:
-    """Why rows have no answer, each with its place: a row that cannot be read has no columns to find it by."""
+def missing_reasons(chunk_rows: ChunkRows) -> list[str | None]:
+    """Return why rows have no prediction, with their line: an unreadable row has no columns to identify it."""
     return [
-        None if record.reason is None else f"{chunk.unit} {record.line}: {record.reason}" for record in chunk.records
+        None if record.reason is None else f"{chunk_rows.unit} {record.line}: {record.reason}"
+        for record in chunk_rows.records
     ]
 
 
-def ahead(work: Callable[[In], Out], items: Iterable[In]) -> Iterator[Out]:
-    """`work` of each item, in order, done in a thread of its own while the caller is at the one before."""
+def prefetch(function: Callable[[InputItem], OutputItem], items: Iterable[InputItem]) -> Iterator[OutputItem]:
+    """Apply `function` to each item in order, in a thread that is one item ahead of the caller."""
     with ThreadPoolExecutor(1) as thread:
-        before = None
+        previous = None
         for item in items:
-            future = thread.submit(work, item)
-            if before is not None:
-                yield before.result()
-            before = future
-        if before is not None:
-            yield before.result()
+            future = thread.submit(function, item)
+            if previous is not None:
+                yield previous.result()
+            previous = future
+        if previous is not None:
+            yield previous.result()

@@ -1,7 +1,8 @@
-"""An artefact and files of rows -> a file of answers: the verb `predict --data`.
+"""Predict files of rows (`rtrain predict --data`).
 
-The answers go through `rtrain.inference.predictor`, as those of requests do. Rows are read as the artefact's own
-training rows were (`rtrain.inference.score.settings`), but need no labels.
+Predictions are computed as for requests (`rtrain.inference.predictor`). Rows are read by the settings of the artifact's
+training rows (`rtrain.inference.score.resolve_data_settings`), but need no labels.
+
 """
 
 import time
@@ -16,134 +17,156 @@ from rtrain.core.ragged import Head
 from rtrain.data import row_reader
 from rtrain.inference import artifact as artifacts, score
 from rtrain.inference.batch import chunks, columns
-from rtrain.inference.batch.chunks import Portion, Survey
-from rtrain.inference.batch.formats import Format, format_of
-from rtrain.inference.batch.output_folder import Folder, Reuse, refuse_among_rows
-from rtrain.inference.batch.pipeline import Answered, Answerer, Counts, Work, copies
-from rtrain.inference.predictor import BATCH_ROWS
+from rtrain.inference.batch.chunks import Chunk, FileSurvey
+from rtrain.inference.batch.formats import Format, detect_format
+from rtrain.inference.batch.output_folder import ChunkFolder, Reuse, refuse_among_rows
+from rtrain.inference.batch.pipeline import AnswerCounts, AnsweredChunk, BatchPredictJob, ChunkAnswerer, load_copies
+from rtrain.inference.predictor import DEFAULT_BATCH_SIZE
 from rtrain.tasks import base
-from rtrain.tasks.base import Column
+from rtrain.tasks.base import AnswerColumn
 
 PROGRESS_S = 5.0
 
 OnEvent = Callable[[dict[str, Any]], None]
-Answers = Callable[[Work, list[Portion]], Iterator[Answered]]
-"""Answers portions in any order."""
+AnswerChunks = Callable[[BatchPredictJob, list[Chunk]], Iterator[AnsweredChunk]]
+"""Predicts chunks in any order."""
 
 
 @dataclass(frozen=True)
-class Asked:
-    """The rows to answer, by what, and how they are read."""
+class BatchRequest:
+    """Rows, artifact and settings of a batch prediction."""
 
     artifact: Path
     overrides: Mapping[str, Any]
-    """Settings of `data`, its `path` among them."""
-    batch_rows: int = BATCH_ROWS
-    scores: bool = False
-    """Whether each label's score has a column of its own."""
+    """`data` settings, with `path`."""
+    batch_rows: int = DEFAULT_BATCH_SIZE
+    with_label_scores: bool = False
+    """Add a column for the score of each label."""
 
-    def columns(self, made: artifacts.Artifact) -> list[Column]:
-        """The answers' columns."""
-        task, head = base.get(made.task), Head(made.labels, made.facts)
-        return task.columns(head) + (columns.score_columns(task, head) if self.scores else [])
-
-
-def here(work: Work, portions: list[Portion]) -> Iterator[Answered]:
-    """The portions answered in this process."""
-    if len(portions) < 2:
-        return Answerer(work).each(portions) if portions else iter(())
-    return Answerer(work, copies(work.artifact, env.cores())).each(portions)
+    def answer_columns(self, loaded_artifact: artifacts.Artifact) -> list[AnswerColumn]:
+        """Return the columns of the predictions."""
+        task, head = base.get_task(loaded_artifact.task), Head(loaded_artifact.labels, loaded_artifact.facts)
+        return task.answer_columns(head) + (columns.make_score_columns(task, head) if self.with_label_scores else [])
 
 
-def to_file(
-    asked: Asked, out: Path, reuse: Reuse = "refuse", answers: Answers = here, on_event: OnEvent = lambda event: None
+def answer_locally(job: BatchPredictJob, file_chunks: list[Chunk]) -> Iterator[AnsweredChunk]:
+    """Predict the chunks in this process."""
+    if len(file_chunks) < 2:
+        return ChunkAnswerer(job).answer_all(file_chunks) if file_chunks else iter(())
+    return ChunkAnswerer(job, load_copies(job.artifact, env.available_cores())).answer_all(file_chunks)
+
+
+def answer_to_file(
+    request: BatchRequest,
+    out: Path,
+    reuse: Reuse = "refuse",
+    answer_chunks: AnswerChunks = answer_locally,
+    on_event: OnEvent = lambda event: None,
 ) -> dict[str, Any]:
-    """Answer all rows into the file `out`; returns counts and seconds.
+    """Predict all rows into the file `out`; return counts and seconds.
 
-    Raises `ConfigError` where files, columns or `out` cannot be used.
+    Raises `ConfigError` for invalid files, columns or `out`.
+
     """
-    start, format = time.perf_counter(), format_of(out)
-    work, found, version = _opened(asked, format, on_event)
-    refuse_among_rows(work.source, work.data, out)
-    binding = {"input": work.source.digest(), "artifact": version, "settings": _settings(work)}
-    with Folder(out, format, binding, reuse) as folder:
-        left = [portion for portion in found.portions if portion.number not in folder.done]
-        reused = sum(counts.rows for counts in folder.done.values())
+    start, format = time.perf_counter(), detect_format(out)
+    job, file_survey, version = _prepare_job(request, format, on_event)
+    refuse_among_rows(job.source, job.data, out)
+    binding = {"input": job.source.digest(), "artifact": version, "settings": _job_settings(job)}
+    with ChunkFolder(out, format, binding, reuse) as chunk_folder:
+        remaining_chunks = [chunk for chunk in file_survey.chunks if chunk.number not in chunk_folder.counts_by_chunk]
+        reused_rows = sum(counts.rows for counts in chunk_folder.counts_by_chunk.values())
         if reuse == "resume":
-            on_event({"kind": "stage", "text": f"{reused:,} of {found.rows:,} rows are answered already"})
-        progress = _Progress(found.rows, reused, on_event)
-        for answered in answers(work, left):
-            folder.add(answered)
-            progress(answered.counts.rows)
-        if row_reader.Source(work.source.pieces, work.source.columns).digest() != binding["input"]:
+            on_event({"kind": "stage", "text": f"{reused_rows:,} of {file_survey.rows:,} rows are predicted already"})
+        progress = _AnswerProgress(file_survey.rows, reused_rows, on_event)
+        for answered_chunk in answer_chunks(job, remaining_chunks):
+            chunk_folder.add_chunk(answered_chunk)
+            progress(answered_chunk.counts.rows)
+        if row_reader.DataSource(job.source.files, job.source.columns).digest() != binding["input"]:
             raise UserError(
-                f"{asked.overrides['data.path']} was changed while it was read; begin anew with --overwrite",
+                f"{request.overrides['data.path']} was changed while it was read; start again with --overwrite",
                 code="rows_changed",
             )
-        folder.join(work.layout, found.portions)
-        totals = [sum(column) for column in zip(*folder.done.values(), strict=True)] or [0, 0, 0]
-    return {**_report(Counts(*totals), reused, work.layout, time.perf_counter() - start), "out": str(out)}
-
-
-# ------------------------------------------------------------------------------------------------------ what is asked
-
-
-def _opened(asked: Asked, format: Format, on_event: OnEvent) -> tuple[Work, Survey, str]:
-    """The work, its portions, and the artefact's version. Rows are read without labels, and without what only scores
-    need."""
-    made = artifacts.read(asked.artifact)
-    data = score.settings(made, asked.overrides)
-    columns_of_scores = dict.fromkeys(("label", "separator", "split_by", "split", "outside", "id"))
-    data = data.model_copy(update={**columns_of_scores, "slices": ()})
-    answer = asked.columns(made)
-    found = row_reader.inspect(data)
-    on_event({"kind": "stage", "text": "counting rows"})
-    survey = chunks.survey(found, data)
-    layout = columns.layout(survey.kinds, answer)
-    work = Work(asked.artifact, found, data, layout, format, asked.batch_rows, asked.scores)
-    for name, other in layout.renamed.items():
-        on_event({"kind": "stage", "text": f"the rows have a column {name!r} of their own: the answer's is {other!r}"})
-    return work, survey, made.version
-
-
-def _settings(work: Work) -> dict[str, Any]:
-    """What else an answer's bytes depend on."""
+        chunk_folder.join_chunks(job.output_schema, file_survey.chunks)
+        totals = [sum(column) for column in zip(*chunk_folder.counts_by_chunk.values(), strict=True)] or [0, 0, 0]
     return {
-        "data": work.data.model_dump(mode="json", exclude={"path"}),
-        "batch": work.batch_rows,
-        "scores": work.scores,
+        **_make_report(AnswerCounts(*totals), reused_rows, job.output_schema, time.perf_counter() - start),
+        "out": str(out),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ the job
+
+
+def _prepare_job(request: BatchRequest, format: Format, on_event: OnEvent) -> tuple[BatchPredictJob, FileSurvey, str]:
+    """Return the job, the chunks, and the artifact's version. Rows are read without labels and other columns of
+    scoring."""
+    loaded_artifact = artifacts.read_artifact(request.artifact)
+    data = score.resolve_data_settings(loaded_artifact, request.overrides)
+    columns_of_scores = dict.fromkeys(
+        ("label", "separator", "group_column", "split_column", "out_of_scope_label", "id")
+    )
+    data = data.model_copy(update={**columns_of_scores, "slices": ()})
+    answer_columns = request.answer_columns(loaded_artifact)
+    rows_source = row_reader.inspect_source(data)
+    on_event({"kind": "stage", "text": "counting rows"})
+    file_survey = chunks.survey_files(rows_source, data)
+    output_schema = columns.build_output_schema(file_survey.column_types, answer_columns)
+    job = BatchPredictJob(
+        request.artifact, rows_source, data, output_schema, format, request.batch_rows, request.with_label_scores
+    )
+    for name, new_name in output_schema.renamed_columns.items():
+        on_event(
+            {"kind": "stage", "text": f"the rows have a column {name!r} of their own: the answer's is {new_name!r}"}
+        )
+    return job, file_survey, loaded_artifact.version
+
+
+def _job_settings(job: BatchPredictJob) -> dict[str, Any]:
+    """Return the settings that the output bytes depend on."""
+    return {
+        "data": job.data.model_dump(mode="json", exclude={"path"}),
+        "batch": job.batch_rows,
+        "scores": job.with_label_scores,
     }
 
 
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def _report(counts: Counts, reused: int, layout: columns.Layout, seconds: float) -> dict[str, Any]:
-    rate = round((counts.rows - reused) / seconds, 1)
-    figures = {"rows": counts.rows, **counts._asdict(), "reused_rows": reused}
-    return {**figures, "seconds": round(seconds, 3), "texts_per_second": rate, "renamed": layout.renamed}
+def _make_report(
+    counts: AnswerCounts, reused_rows: int, output_schema: columns.OutputSchema, seconds: float
+) -> dict[str, Any]:
+    rate = round((counts.rows - reused_rows) / seconds, 1)
+    figures = {"rows": counts.rows, **counts._asdict(), "reused_rows": reused_rows}
+    return {**figures, "seconds": round(seconds, 3), "texts_per_second": rate, "renamed": output_schema.renamed_columns}
 
 
-class _Progress:
-    """Says every `PROGRESS_S` seconds how many rows are answered, how fast, and how long the rest will take."""
+class _AnswerProgress:
+    """Reports every `PROGRESS_S` seconds the number of predicted rows, the speed and the remaining time."""
 
-    def __init__(self, rows: int, done: int, on_event: OnEvent):
-        self._rows, self._done, self._on_event = rows, done, on_event
-        self._first = (0.0, 0)
-        """Time and rows when the first portion was done, which took the loading of the model too."""
-        self._said = 0.0
+    def __init__(self, rows: int, rows_done: int, on_event: OnEvent):
+        self._rows, self._rows_done, self._on_event = rows, rows_done, on_event
+        self._first_report = (0.0, 0)
+        """Time and rows at the first chunk, whose time includes the loading of the model."""
+        self._reported_at = 0.0
 
     def __call__(self, rows: int) -> None:
-        self._done += rows
+        self._rows_done += rows
         now = time.perf_counter()
-        if not self._said:
-            self._first = (now, self._done)
-        if now - self._said < PROGRESS_S and self._done < self._rows:
+        if not self._reported_at:
+            self._first_report = (now, self._rows_done)
+        if now - self._reported_at < PROGRESS_S and self._rows_done < self._rows:
             return
-        self._said = now
-        seconds, new = now - self._first[0], self._done - self._first[1]
-        speed = new / seconds if new else None
-        left = (self._rows - self._done) / speed if speed else None
+        self._reported_at = now
+        seconds, new_rows = now - self._first_report[0], self._rows_done - self._first_report[1]
+        speed = new_rows / seconds if new_rows else None
+        seconds_left = (self._rows - self._rows_done) / speed if speed else None
         self._on_event(
-            {"kind": "answered", "rows": self._done, "of": self._rows, "rows_per_second": speed, "left_s": left}
+            {
+                "kind": "answered",
+                "rows": self._rows_done,
+                "of": self._rows,
+                "rows_per_second": speed,
+                "left_s": seconds_left,
+            }
         )

@@ -1,1 +1,1 @@
-"""Integrated gradients: which words and sentences a prediction rests on."""
+"""Integrated gradients: attribution of a prediction to words and sentences."""

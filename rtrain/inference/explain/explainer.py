@@ -1,4 +1,4 @@
-"""Artefact and texts to explanations: which words, and which sentences, an answer rests on."""
+"""Explain predictions of an artifact: attributions of words and sentences."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,48 +9,54 @@ from typing import Any
 import numpy as np
 
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Encoded, Floats, pack
+from rtrain.core.ragged import EncodedRow, Floats, collate
 from rtrain.inference.explain import gradients, token_to_word
-from rtrain.inference.explain.integrated_gradients import FIRST_STEPS, MOST_STEPS, TOLERANCE, Doubles, integrate
-from rtrain.inference.explain.targets import Target, check, check_label, choose, values
-from rtrain.inference.explain.token_to_word import Part
+from rtrain.inference.explain.integrated_gradients import ERROR_TOLERANCE, INITIAL_STEPS, MAX_STEPS, Doubles, integrate
+from rtrain.inference.explain.targets import (
+    ExplainedTarget,
+    check_explainable,
+    check_label,
+    choose_targets,
+    target_values,
+)
+from rtrain.inference.explain.token_to_word import AttributedSpan
 from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input, Task
 
-APART = 1e-3
-"""Largest difference between the answers from tokens and from their embeddings, absolute or relative."""
+MAX_OUTPUT_DIFFERENCE = 1e-3
+"""Maximum difference, absolute or relative, between the outputs from tokens and from their embeddings."""
 
 
 @dataclass(frozen=True)
-class Reading:
-    """One of a row's texts as the model read it."""
+class AttributedText:
+    """One of a row's texts, up to the last token that the model read."""
 
     field: str
     text: str
-    words: tuple[Part, ...]
-    sentences: tuple[Part, ...]
+    words: tuple[AttributedSpan, ...]
+    sentences: tuple[AttributedSpan, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Explained:
-    """One value, and what each part of the texts adds to it compared with a text of padding."""
+class TargetExplanation:
+    """The explained value, and the attribution of each part of the texts relative to padding."""
 
     label: str
     span: tuple[int, int] | None
-    """Characters of the entity that is explained."""
+    """Characters of the explained entity."""
     value: float
-    """A logit; of a regression the number itself."""
+    """A logit; for a regression the predicted number."""
     baseline: float
-    """The value where every word is padding. Value = baseline + sum of the attributions, up to the error."""
+    """The value if every word is padding. value = baseline + sum of the attributions, up to the error."""
     steps: int
     completeness_error: float | None
-    """|sum of attributions - (value - baseline)| / |value - baseline|; None where the words change nothing."""
+    """|sum of attributions - (value - baseline)| / |value - baseline|; None if value equals baseline."""
     tokens: Doubles
     """The attribution of each token, special ones included (always 0)."""
-    texts: tuple[Reading, ...]
+    texts: tuple[AttributedText, ...]
 
     def to_document(self) -> dict[str, Any]:
-        """As JSON, see `serve.schemas.predict.ExplainedAnswer`."""
+        """Return the JSON of `serve.schemas.predict.ExplainedAnswer`."""
         entity = {} if self.span is None else {"start": self.span[0], "end": self.span[1]}
         return {
             "label": self.label,
@@ -59,41 +65,41 @@ class Explained:
             "baseline": self.baseline,
             "steps": self.steps,
             "completeness_error": self.completeness_error,
-            "words": [_entry(text, "word", part) for text in self.texts for part in text.words],
-            "sentences": [_entry(text, "sentence", part) for text in self.texts for part in text.sentences],
+            "words": [_span_document(text, "word", part) for text in self.texts for part in text.words],
+            "sentences": [_span_document(text, "sentence", part) for text in self.texts for part in text.sentences],
         }
 
 
 @dataclass(frozen=True)
-class Explanation:
+class RowExplanation:
     truncated: bool
-    """True where the text goes on behind the last word that was read."""
-    answers: tuple[Explained, ...]
+    """Whether the text was truncated."""
+    answers: tuple[TargetExplanation, ...]
 
     def to_document(self) -> dict[str, Any]:
         return {"truncated": self.truncated, "answers": [answer.to_document() for answer in self.answers]}
 
 
 class Explainer:
-    """Explains a float artefact's answers; refuses one that has no gradients. May be called from any thread."""
+    """Explains predictions of a float artifact; refuses engines without gradients. Thread-safe."""
 
     def __init__(self, predictor: Predictor):
-        check(predictor.task)
+        check_explainable(predictor.task)
         self._predictor = predictor
-        self._network, self._accepted = predictor.network
-        added = predictor.tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(number for number, token in added.items() if token.special)
+        self._network, self._accepted_arguments = predictor.network
+        added_tokens = predictor.tokenizer.get_added_tokens_decoder()
+        self._special_ids = frozenset(number for number, token in added_tokens.items() if token.special)
 
     def __call__(
         self, inputs: Sequence[Input], label: str | None = None, steps: int | None = None
-    ) -> list[Explanation]:
-        """One explanation per input, of its answer or of `label` instead."""
+    ) -> list[RowExplanation]:
+        """Return one explanation per input, of its prediction or of `label`."""
         self.check(label)
         encoded = self._predictor.encode(inputs)
         outputs = self._predictor.outputs(encoded)
         return [
-            self.explain(asked, row, output, label, steps)
-            for asked, row, output in zip(inputs, encoded, outputs, strict=True)
+            self.explain(input_, row, output, label, steps)
+            for input_, row, output in zip(inputs, encoded, outputs, strict=True)
         ]
 
     def check(self, label: str | None) -> None:
@@ -103,89 +109,104 @@ class Explainer:
 
     def explain(
         self,
-        asked: Input,
-        encoded: Encoded,
+        row_input: Input,
+        encoded: EncodedRow,
         output: Floats,
         label: str | None = None,
         steps: int | None = None,
-        stop: Callable[[], bool] = lambda: False,
-    ) -> Explanation:
-        """Explain the model's output for one row. `steps` are doubled until the error is small, unless they are given.
+        should_stop: Callable[[], bool] = lambda: False,
+    ) -> RowExplanation:
+        """Explain the model's output for one row. Without `steps`, they are doubled until the error is small.
 
-        Raises LabelError, and `gradients.Stopped` as soon as `stop()` is true.
+        Raises:
+            LabelError: see `choose_targets`.
+            ExplanationCancelled: `should_stop()` is true.
+
         """
         predictor = self._predictor
         if steps is not None:
             _check_steps(steps)
-        targets = choose(predictor.task, predictor.head, asked, encoded, output, label)
+        targets = choose_targets(predictor.task, predictor.head, row_input, encoded, output, label)
         if not targets:
-            return Explanation(encoded.truncated, ())
-        special = gradients.special(encoded.ids, encoded.spans, self._special)
-        score = partial(values, task=predictor.task, head=predictor.head, targets=targets)
-        path = gradients.Path(self._network, self._accepted, pack([encoded]), special, predictor.pad_id, score, stop)
-        found = integrate(path, steps)
-        self._check_alike(targets, output, found.values)
-        texts = _texts(asked, predictor.task)
-        sides = token_to_word.sides(encoded, special.tolist(), paired=len(texts) > 1)
-        return Explanation(
-            encoded.truncated,
+            return RowExplanation(encoded.is_truncated, ())
+        special = gradients.find_special_tokens(encoded.ids, encoded.spans, self._special_ids)
+        score = partial(target_values, task=predictor.task, head=predictor.head, targets=targets)
+        path = gradients.IntegrationPath(
+            self._network, self._accepted_arguments, collate([encoded]), special, predictor.pad_id, score, should_stop
+        )
+        integral = integrate(path, steps)
+        self._check_same_values(targets, output, integral.values)
+        texts = _list_texts(row_input, predictor.task)
+        text_indices = token_to_word.text_indices(encoded, special.tolist(), paired=len(texts) > 1)
+        return RowExplanation(
+            encoded.is_truncated,
             tuple(
-                Explained(
+                TargetExplanation(
                     target.label,
                     target.span,
-                    *(value, baseline, found.steps, error, attributions),
-                    _readings(texts, encoded, sides, attributions),
+                    *(value, baseline, integral.steps, error, attributions),
+                    _attribute_texts(texts, encoded, text_indices, attributions),
                 )
                 for target, value, baseline, error, attributions in zip(
                     targets,
-                    found.values.tolist(),
-                    found.baselines.tolist(),
-                    found.errors,
-                    found.attributions,
+                    integral.values.tolist(),
+                    integral.baselines.tolist(),
+                    integral.errors,
+                    integral.attributions,
                     strict=True,
                 )
             ),
         )
 
-    def _check_alike(self, targets: Sequence[Target], output: Floats, found: Doubles) -> None:
-        """Refuse a network that answers otherwise from embeddings: the explanation would be of another value."""
-        for target, value in zip(targets, found.tolist(), strict=True):
-            answered = target.value(output)
-            if not math.isclose(value, answered, rel_tol=APART, abs_tol=APART):
+    def _check_same_values(self, targets: Sequence[ExplainedTarget], output: Floats, embedding_values: Doubles) -> None:
+        """Refuse a network whose output from embeddings differs: the explanation would be of another value."""
+        for target, value in zip(targets, embedding_values.tolist(), strict=True):
+            token_value = target.compute_value(output)
+            if not math.isclose(value, token_value, rel_tol=MAX_OUTPUT_DIFFERENCE, abs_tol=MAX_OUTPUT_DIFFERENCE):
                 kind = type(self._network).__name__
                 raise UserError(
-                    f"{kind} gives {answered:.6g} from tokens and {value:.6g} from their embeddings; "
-                    "its answers cannot be explained by integrated gradients",
+                    f"{kind} gives {token_value:.6g} from tokens and {value:.6g} from their embeddings; "
+                    "its predictions cannot be explained by integrated gradients",
                     code="not_explainable",
                 )
 
 
 def _check_steps(steps: int) -> None:
-    if steps < 2 or steps % 2 or steps > 4 * MOST_STEPS:
+    if steps < 2 or steps % 2 or steps > 4 * MAX_STEPS:
         raise UserError(
-            f"steps={steps}: not an even number from 2 to {4 * MOST_STEPS}; leave it out to start at {FIRST_STEPS} "
-            f"and double until the completeness error is below {TOLERANCE:g}",
+            f"steps={steps}: not an even number from 2 to {4 * MAX_STEPS}; leave it out to start at {INITIAL_STEPS} "
+            f"and double until the completeness error is below {ERROR_TOLERANCE:g}",
             code="out_of_range",
         )
 
 
-def _texts(asked: Input, task: Task) -> list[tuple[str, str]]:
-    """(field, text) of the one or two texts."""
-    if isinstance(asked, str):
-        return [(task.fields[0], asked)]
-    return [(field, asked[field]) for field in task.fields if asked.get(field) is not None]
+def _list_texts(row_input: Input, task: Task) -> list[tuple[str, str]]:
+    """Return (field, text) of the one or two texts."""
+    if isinstance(row_input, str):
+        return [(task.fields[0], row_input)]
+    return [(field, row_input[field]) for field in task.fields if row_input.get(field) is not None]
 
 
-def _readings(
-    texts: Sequence[tuple[str, str]], encoded: Encoded, sides: Sequence[int], attributions: Doubles
-) -> tuple[Reading, ...]:
-    found = []
+def _attribute_texts(
+    texts: Sequence[tuple[str, str]], encoded: EncodedRow, text_indices: Sequence[int], attributions: Doubles
+) -> tuple[AttributedText, ...]:
+    attributed = []
     for number, (field, text) in enumerate(texts):
-        places = np.flatnonzero(np.array(sides) == number).tolist()
-        parts = token_to_word.add_up(text, [encoded.spans[place] for place in places], attributions[places].tolist())
-        found.append(Reading(field, text, tuple(parts), tuple(token_to_word.by_sentence(text, parts))))
-    return tuple(found)
+        token_indices = np.flatnonzero(np.array(text_indices) == number).tolist()
+        attributed_words = token_to_word.attribute_words(
+            text, [encoded.spans[place] for place in token_indices], attributions[token_indices].tolist()
+        )
+        attributed.append(
+            AttributedText(
+                field, text, tuple(attributed_words), tuple(token_to_word.attribute_sentences(text, attributed_words))
+            )
+        )
+    return tuple(attributed)
 
 
-def _entry(reading: Reading, name: str, part: Part) -> dict[str, Any]:
-    return {"field": reading.field, name: reading.text[part.start : part.end], **part._asdict()}
+def _span_document(attributed_text: AttributedText, name: str, attributed_span: AttributedSpan) -> dict[str, Any]:
+    return {
+        "field": attributed_text.field,
+        name: attributed_text.text[attributed_span.start : attributed_span.end],
+        **attributed_span._asdict(),
+    }

@@ -1,4 +1,4 @@
-"""Which values of a model an answer rests on: a label's logit, a number, the tags of an entity."""
+"""Targets of explanations: a label's logit, a number, or the tags of an entity."""
 
 import difflib
 from collections.abc import Callable, Mapping, Sequence
@@ -7,151 +7,166 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import Encoded, Floats, Head, Tokens
-from rtrain.metrics.tables import thresholds_of
+from rtrain.core.ragged import EncodedRow, Floats, Head, TokenBatch
+from rtrain.metrics.tables import label_thresholds
 from rtrain.tasks.base import Input, Task
-from rtrain.tasks.multi_head import heads
+from rtrain.tasks.multi_head import iter_heads
 from rtrain.tasks.multi_label import sigmoid
-from rtrain.tasks.pooled import pooled
-from rtrain.tasks.token_tags import located
+from rtrain.tasks.pooled import pool_logits
+from rtrain.tasks.token_tags import locate_entities
 
 if TYPE_CHECKING:
     import torch
 
-MOST_TARGETS = 8
-"""Targets of one answer: each costs a backward pass of its own. Of more labels or entities they are the surest, of more
-heads the first."""
+MAX_TARGETS = 8
+"""Maximum targets of a prediction: each costs a backward pass. The most certain labels or entities, or the first heads,
+are kept."""
 
 
 class LabelError(UserError):
-    """The model does not have the label, or did not give it to the text."""
+    """The model does not have the label, or did not predict it."""
 
 
-class Target(NamedTuple):
+class ExplainedTarget(NamedTuple):
     label: str
     columns: tuple[int, ...]
-    """Outputs whose mean is the value."""
+    """The value is the mean of these outputs."""
     tokens: tuple[int, ...] | None = None
-    """At which token each column is read, where each token is answered."""
+    """The token of each column, for token-level tasks."""
     scale: float = 1.0
     shift: float = 0.0
     """Value = scale x output + shift, in the unit of the training scores."""
     span: tuple[int, int] | None = None
-    """Characters that are labelled, where it is not the whole text."""
+    """Characters of the labeled part; None for the whole text."""
 
-    def value(self, output: Floats) -> float:
-        """The target's value in a row's output, which is [outputs] or [tokens, outputs]."""
+    def compute_value(self, output: Floats) -> float:
+        """Return the target's value from a row's output, [outputs] or [tokens, outputs]."""
         columns = list(self.columns)
-        read = output[columns] if self.tokens is None else output[list(self.tokens), columns]
-        return float(np.mean(read, dtype=np.float64)) * self.scale + self.shift
+        values = output[columns] if self.tokens is None else output[list(self.tokens), columns]
+        return float(np.mean(values, dtype=np.float64)) * self.scale + self.shift
 
 
-def choose(
-    task: Task, head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None = None
-) -> list[Target]:
-    """What is explained: the answer to a row, or the label that is named instead; nothing where no word was tagged.
+def choose_targets(
+    task: Task, head: Head, row_input: Input, encoded: EncodedRow, output: Floats, label: str | None = None
+) -> list[ExplainedTarget]:
+    """Return the targets of the prediction of a row, or of `label`; empty without tagged words.
 
-    That is a class by its logit, each label that was given (or else the likeliest one), the class of each head, each
-    entity by the mean logit of its words' tags, or a number in the unit of the training scores.
+    Targets are the logit of the class, of each predicted label (or the likeliest one) or of each head's class, the mean
+    logit of the tags of each entity, or a number in the unit of the training scores.
+
     """
-    return KINDS[task.output](head, asked, encoded, output, label)[:MOST_TARGETS]
+    return CHOOSER_BY_OUTPUT[task.output](head, row_input, encoded, output, label)[:MAX_TARGETS]
 
 
-def check(task: Task) -> None:
-    if task.output not in KINDS:
-        known = ", ".join(KINDS)
+def check_explainable(task: Task) -> None:
+    if task.output not in CHOOSER_BY_OUTPUT:
+        kinds = ", ".join(CHOOSER_BY_OUTPUT)
         raise UserError(
-            f"answers of kind {task.output!r} (task {task.name}) are not explained, only {known}",
+            f"answers of kind {task.output!r} (task {task.name}) cannot be explained, only {kinds}",
             code="not_explainable",
         )
 
 
 def check_label(task: Task, head: Head, label: str) -> None:
-    """Raise a LabelError with the nearest names where the model has no such label."""
-    _place(label, _types(head) if task.output == "tags" else head.labels)
+    """Raise a LabelError with similar names if the model lacks the label."""
+    _label_index(label, _entity_types(head) if task.output == "tags" else head.labels)
 
 
-def values(logits: "torch.Tensor", rows: Tokens, task: Task, head: Head, targets: Sequence[Target]) -> "torch.Tensor":
-    """Values of the targets [rows, targets], with a gradient, from logits of rows that are equally long."""
+def target_values(
+    logits: "torch.Tensor", rows: TokenBatch, task: Task, head: Head, targets: Sequence[ExplainedTarget]
+) -> "torch.Tensor":
+    """Return differentiable values [rows, targets] from logits of rows of equal length."""
     import torch
 
-    if task.by_token:
+    if task.is_token_level:
         logits = logits.unflatten(0, (len(rows), -1))
-        read = [logits[:, list(target.tokens or ()), list(target.columns)] for target in targets]
+        target_logits = [logits[:, list(target.tokens or ()), list(target.columns)] for target in targets]
     else:
-        of_rows = pooled(logits, rows, head)
-        read = [of_rows[:, list(target.columns)] for target in targets]
-    means = [column.mean(dim=1) * target.scale + target.shift for column, target in zip(read, targets, strict=True)]
+        row_logits = pool_logits(logits, rows, head)
+        target_logits = [row_logits[:, list(target.columns)] for target in targets]
+    means = [
+        column.mean(dim=1) * target.scale + target.shift for column, target in zip(target_logits, targets, strict=True)
+    ]
     return torch.stack(means, dim=1)
 
 
 # ------------------------------------------------------------------------------------------------- by kind of output
 
 
-def _classes(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
-    place = int(np.argmax(output)) if label is None else _place(label, head.labels)
-    return [Target(head.labels[place], (place,))]
+def _class_targets(
+    head: Head, row_input: Input, encoded: EncodedRow, output: Floats, label: str | None
+) -> list[ExplainedTarget]:
+    index = int(np.argmax(output)) if label is None else _label_index(label, head.labels)
+    return [ExplainedTarget(head.labels[index], (index,))]
 
 
-def _labels(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
+def _label_targets(
+    head: Head, row_input: Input, encoded: EncodedRow, output: Floats, label: str | None
+) -> list[ExplainedTarget]:
     if label is not None:
-        return _classes(head, asked, encoded, output, label)
+        return _class_targets(head, row_input, encoded, output, label)
     order = np.argsort(-output, kind="stable")
-    chances, least = sigmoid(output), thresholds_of(head)
-    given = [int(place) for place in order if chances[place] >= least[place]]
-    return [Target(head.labels[place], (place,)) for place in given or [int(order[0])]]
+    probabilities, thresholds = sigmoid(output), label_thresholds(head)
+    predicted = [int(place) for place in order if probabilities[place] >= thresholds[place]]
+    return [ExplainedTarget(head.labels[place], (place,)) for place in predicted or [int(order[0])]]
 
 
-def _heads(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
+def _head_targets(
+    head: Head, row_input: Input, encoded: EncodedRow, output: Floats, label: str | None
+) -> list[ExplainedTarget]:
     if label is not None:
-        return _classes(head, asked, encoded, output, label)
-    best = [columns.start + int(np.argmax(output[columns])) for _, _, columns in heads(head)]
-    return [Target(head.labels[place], (place,)) for place in best]
+        return _class_targets(head, row_input, encoded, output, label)
+    best_columns = [columns.start + int(np.argmax(output[columns])) for _, _, columns in iter_heads(head)]
+    return [ExplainedTarget(head.labels[place], (place,)) for place in best_columns]
 
 
-def _number(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
+def _number_targets(
+    head: Head, row_input: Input, encoded: EncodedRow, output: Floats, label: str | None
+) -> list[ExplainedTarget]:
     if label is not None:
-        _place(label, head.labels)
-    return [Target(head.labels[0], (0,), scale=float(head.facts["std"]), shift=float(head.facts["mean"]))]
+        _label_index(label, head.labels)
+    return [ExplainedTarget(head.labels[0], (0,), scale=float(head.facts["std"]), shift=float(head.facts["mean"]))]
 
 
-def _tags(head: Head, asked: Input, encoded: Encoded, output: Floats, label: str | None) -> list[Target]:
-    found = located(asked, output, encoded, head)
+def _tag_targets(
+    head: Head, row_input: Input, encoded: EncodedRow, output: Floats, label: str | None
+) -> list[ExplainedTarget]:
+    entities = locate_entities(row_input, output, encoded, head)
     if label is not None:
-        _place(label, _types(head))
-        types = sorted({group["entity_group"] for group, _, _ in found})
-        found = [one for one in found if one[0]["entity_group"] == label]
-        if not found:
+        _label_index(label, _entity_types(head))
+        types = sorted({group["entity_group"] for group, _, _ in entities})
+        entities = [entity for entity in entities if entity[0]["entity_group"] == label]
+        if not entities:
             raise LabelError(
-                f"no entity of type {label!r} was found in the text; found: {', '.join(types) or 'none'}",
+                f"no entity of type {label!r} was predicted; predicted: {', '.join(types) or 'none'}",
                 code="label_not_given",
             )
-    surest = sorted(range(len(found)), key=lambda place: -found[place][0]["score"])[:MOST_TARGETS]
+    most_certain = sorted(range(len(entities)), key=lambda place: -entities[place][0]["score"])[:MAX_TARGETS]
     return [
-        Target(group["entity_group"], tuple(columns), tuple(tokens), span=(group["start"], group["end"]))
-        for group, tokens, columns in (found[place] for place in sorted(surest))  # as they stand in the text
+        ExplainedTarget(group["entity_group"], tuple(columns), tuple(tokens), span=(group["start"], group["end"]))
+        for group, tokens, columns in (entities[place] for place in sorted(most_certain))  # in the order of the text
     ]
 
 
-def _types(head: Head) -> list[str]:
-    """Types of entities."""
+def _entity_types(head: Head) -> list[str]:
+    """Return the entity types."""
     return sorted({name.partition("-")[2] for name in head.labels} - {""})
 
 
-def _place(label: str, known: Sequence[str]) -> int:
-    if label in known:
-        return list(known).index(label)
-    near = difflib.get_close_matches(label, known, n=3, cutoff=0.5)
-    near += [name for name in known if label.lower() in name.lower() and name not in near][:3]
-    first = ", ".join(known[:10]) + (f" and {len(known) - 10} more" if len(known) > 10 else "")
-    fix = f"did you mean {' or '.join(near)}?" if near else f"known: {first}"
+def _label_index(label: str, labels: Sequence[str]) -> int:
+    if label in labels:
+        return list(labels).index(label)
+    similar_labels = difflib.get_close_matches(label, labels, n=3, cutoff=0.5)
+    similar_labels += [name for name in labels if label.lower() in name.lower() and name not in similar_labels][:3]
+    first_labels = ", ".join(labels[:10]) + (f" and {len(labels) - 10} more" if len(labels) > 10 else "")
+    fix = f"did you mean {' or '.join(similar_labels)}?" if similar_labels else f"known: {first_labels}"
     raise LabelError(f"the model has no label {label!r}; {fix}", code="unknown_label")
 
 
-KINDS: Mapping[str, Callable[[Head, Input, Encoded, Floats, str | None], list[Target]]] = {
-    "classes": _classes,
-    "labels": _labels,
-    "heads": _heads,
-    "number": _number,
-    "tags": _tags,
+CHOOSER_BY_OUTPUT: Mapping[str, Callable[[Head, Input, EncodedRow, Floats, str | None], list[ExplainedTarget]]] = {
+    "classes": _class_targets,
+    "labels": _label_targets,
+    "heads": _head_targets,
+    "number": _number_targets,
+    "tags": _tag_targets,
 }

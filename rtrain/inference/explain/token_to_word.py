@@ -1,4 +1,4 @@
-"""Words and sentences of a text with the sum of their tokens' attributions, by the characters that tokens cover."""
+"""Sum the attributions of tokens by word and sentence, by the characters of each token."""
 
 import bisect
 from collections.abc import Sequence
@@ -6,16 +6,16 @@ from typing import NamedTuple
 
 import regex
 
-from rtrain.core.ragged import Encoded
-from rtrain.core.text_segmentation import LETTER, PIECE, Span, sentence_spans
+from rtrain.core.ragged import EncodedRow
+from rtrain.core.text_segmentation import LETTER_PATTERN, SYMBOL_PATTERN, Span, find_sentence_spans
 
-# Ideographs have no blanks between words.
-_LETTER = rf"(?:(?![\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]){LETTER})"
-_WORD = regex.compile(rf"{_LETTER}(?:{_LETTER}|['\u2019-](?={_LETTER})|(?<=\d)[.,:](?=\d))*|{PIECE}")
+# Ideographs have no spaces between words.
+_LETTER = rf"(?:(?![\u3400-\u9fff\uf900-\ufaff\U00020000-\U0003ffff]){LETTER_PATTERN})"
+_WORD = regex.compile(rf"{_LETTER}(?:{_LETTER}|['\u2019-](?={_LETTER})|(?<=\d)[.,:](?=\d))*|{SYMBOL_PATTERN}")
 
 
-class Part(NamedTuple):
-    """A word or a sentence: characters [start, end) of its text, and what it adds to the value."""
+class AttributedSpan(NamedTuple):
+    """A word or a sentence: characters [start, end) of its text, and its attribution."""
 
     start: int
     end: int
@@ -23,62 +23,64 @@ class Part(NamedTuple):
 
 
 def word_spans(text: str) -> list[Span]:
-    """Words, numbers, punctuation marks, ideographs and emoji; each character that is no blank is in exactly one.
+    """Return words, numbers, punctuation marks, ideographs and emoji; each non-space character is in exactly one.
 
-    Words keep inner apostrophes and hyphens, numbers inner points; of the others each character is a word.
+    Words keep inner apostrophes and hyphens, numbers inner points; every other character is a word.
+
     """
     return [match.span() for match in _WORD.finditer(text)]
 
 
-def sides(encoded: Encoded, special: Sequence[bool], paired: bool) -> list[int]:
-    """The text of each token: the first (0), the second (1), or none (-1), as for special tokens."""
-    found: list[int] = []
+def text_indices(encoded: EncodedRow, special: Sequence[bool], paired: bool) -> list[int]:
+    """Return the text of each token: first (0), second (1), or none (-1) for special tokens."""
+    indices: list[int] = []
     for window in encoded.windows:
-        begin = len(found)
-        # Where a model has no token types, the second text begins behind the first special token after the first.
-        typed, seen, second = window.second < window.tokens, False, False
-        for place in range(window.tokens):
-            if special[begin + place]:
-                second = second or seen
-                found.append(-1)
+        begin = len(indices)
+        # Without token types, the second text begins after the first special token that follows a token.
+        has_token_types, has_seen_token, is_second_text = window.pair_start < window.num_tokens, False, False
+        for token_index in range(window.num_tokens):
+            if special[begin + token_index]:
+                is_second_text = is_second_text or has_seen_token
+                indices.append(-1)
                 continue
-            seen = True
-            found.append(int(paired and (place >= window.second if typed else second)))
-    return found
+            has_seen_token = True
+            indices.append(int(paired and (token_index >= window.pair_start if has_token_types else is_second_text)))
+    return indices
 
 
-def add_up(text: str, pieces: Sequence[Span], attributions: Sequence[float]) -> list[Part]:
-    """The words that were read, in order, with their sums; a piece that covers several words joins them into one.
+def attribute_words(text: str, token_spans: Sequence[Span], attributions: Sequence[float]) -> list[AttributedSpan]:
+    """Return the words in order with their attributions. A token that covers several words joins them into one.
 
-    The sum over the parts is the sum of the attributions.
+    The sum over the words is the sum over the tokens.
+
     """
-    read = max((end for _, end in pieces), default=0)
-    spans = [span for span in word_spans(text) if span[0] < read] or ([(0, read)] if pieces else [])
+    text_end = max((end for _, end in token_spans), default=0)
+    spans = [span for span in word_spans(text) if span[0] < text_end] or ([(0, text_end)] if token_spans else [])
     starts, ends = [start for start, _ in spans], [end for _, end in spans]
-    joined = [False] * len(spans)  # to the word before
-    owners = []
-    for start, end in pieces:
-        # A piece that is only blanks belongs to the word behind it, or at the end of the text to the last word.
+    joins_previous = [False] * len(spans)  # to the word before
+    word_of_token = []
+    for start, end in token_spans:
+        # A token of spaces only belongs to the next word, or to the last word of the text.
         first = min(bisect.bisect_right(ends, start), len(spans) - 1)
         last = max(first, bisect.bisect_left(starts, end) - 1)
-        joined[first + 1 : last + 1] = [True] * (last - first)
-        owners.append(first)
+        joins_previous[first + 1 : last + 1] = [True] * (last - first)
+        word_of_token.append(first)
     totals = [0.0] * len(spans)
-    for owner, attribution in zip(owners, attributions, strict=True):
-        totals[owner] += attribution
-    parts: list[Part] = []
-    for (start, end), total, join in zip(spans, totals, joined, strict=True):
-        before = parts.pop() if join else Part(start, end, 0.0)
-        parts.append(Part(before.start, end, before.attribution + total))
-    return parts
+    for word_index, attribution in zip(word_of_token, attributions, strict=True):
+        totals[word_index] += attribution
+    attributed_words: list[AttributedSpan] = []
+    for (start, end), total, join in zip(spans, totals, joins_previous, strict=True):
+        previous = attributed_words.pop() if join else AttributedSpan(start, end, 0.0)
+        attributed_words.append(AttributedSpan(previous.start, end, previous.attribution + total))
+    return attributed_words
 
 
-def by_sentence(text: str, words: Sequence[Part]) -> list[Part]:
-    """The sentences that were read, in order, each with the sum of its words."""
-    spans = sentence_spans(text)
+def attribute_sentences(text: str, words: Sequence[AttributedSpan]) -> list[AttributedSpan]:
+    """Return the sentences in order, each with the sum of its words."""
+    spans = find_sentence_spans(text)
     starts = [start for start, _ in spans]
     totals: dict[int, float] = {}
     for word in words:
-        place = max(0, bisect.bisect_right(starts, word.start) - 1)
-        totals[place] = totals.get(place, 0.0) + word.attribution
-    return [Part(*spans[place], total) for place, total in totals.items()] if spans else []
+        sentence_index = max(0, bisect.bisect_right(starts, word.start) - 1)
+        totals[sentence_index] = totals.get(sentence_index, 0.0) + word.attribution
+    return [AttributedSpan(*spans[place], total) for place, total in totals.items()] if spans else []

@@ -1,4 +1,4 @@
-"""The cluster of a file on this machine: brought up, and taken down with nothing left behind."""
+"""The cluster of a file on this machine: launched, and taken down with nothing left behind."""
 
 import functools
 import os
@@ -16,142 +16,153 @@ from pathlib import Path
 import psutil
 import yaml
 
-from rtrain.cluster.jobs.client import Jobs
+from rtrain.cluster.jobs.client import JobClient
 from rtrain.core.errors import UserError
 from rtrain.rehearsal.machines import metadata
-from rtrain.rehearsal.machines.cloud import Cloud
-from rtrain.rehearsal.machines.machine_registry import Book, Machine
-from rtrain.rehearsal.machines.ray_nodes import Nodes
-from rtrain.rehearsal.plan import Plan
+from rtrain.rehearsal.machines.cloud import SimulatedCloud
+from rtrain.rehearsal.machines.machine_registry import MachineRecord, MachineRegistry
+from rtrain.rehearsal.machines.ray_nodes import NodeCommandFactory
+from rtrain.rehearsal.plan import RehearsalPlan
 
-Say = Callable[[str], None]
-UP_WITHIN_S = 300.0
-GONE_WITHIN_S = 15.0
+LogFunction = Callable[[str], None]
+HEAD_TIMEOUT_S = 300.0
+SHUTDOWN_TIMEOUT_S = 15.0
 SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass
-class Up:
-    """A cluster that is up."""
+class RehearsalCluster:
+    """A running cluster."""
 
-    plan: Plan
-    book: Book
-    cloud: Cloud
-    told: metadata.Machines
-    """What the metadata services say to each machine."""
+    plan: RehearsalPlan
+    registry: MachineRegistry
+    cloud: SimulatedCloud
+    metadata_by_machine: metadata.MetadataByMachine
+    """Metadata of each machine."""
     address: str
     """HOST:PORT of the head's control service."""
     metrics_port: int
-    """The dashboard's own."""
-    jobs: Jobs
-    head: str
+    """Metrics port of the dashboard."""
+    jobs: JobClient
+    head_name: str
     """Name of the head's machine."""
-    machines: Mapping[str, Machine] = field(default_factory=dict)
-    """Every machine that there was, once all of them have ended."""
-    left: list[str] = field(default_factory=list)
-    """What was left behind, once it has been taken down."""
+    machines: Mapping[str, MachineRecord] = field(default_factory=dict)
+    """All machines, once they have ended."""
+    left_behind: list[str] = field(default_factory=list)
+    """Leftovers after the shutdown."""
 
 
 @contextmanager
-def up(plan: Plan, logs: Path, say: Say) -> Iterator[Up]:
-    """The cluster of `plan`, for as long as the block runs. `logs` is a folder for what its machines print."""
+def launch_cluster(plan: RehearsalPlan, logs: Path, log: LogFunction) -> Iterator[RehearsalCluster]:
+    """Launch the cluster of `plan` while the block runs. `logs` is a folder for its machines' output."""
     if sys.platform != "linux":
-        reason = "a cluster is rehearsed on Linux alone: elsewhere a machine's processes cannot be kept together"
+        reason = "a rehearsal needs Linux: other systems cannot keep a machine's processes together"
         raise UserError(reason, code="unsupported_platform")
-    before = _shared_memory()
-    # Ray's sockets lie under it, and the path of a socket has about 100 bytes.
+    previous_shared_memory = _shared_memory_files()
+    # Ray's sockets lie in it, and a socket path has about 100 bytes.
     folder = Path(tempfile.mkdtemp(prefix="rt-", dir="/tmp"))
-    token = folder / "token"
-    token.touch(mode=0o600)
-    token.write_text(_token())
-    # Ray reads them when it is imported, and shows them in every call of this process to the cluster.
-    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token))
+    token_file = folder / "token"
+    token_file.touch(mode=0o600)
+    token_file.write_text(_shared_token())
+    # Ray reads them on import, and sends the token with every call to the cluster.
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(token_file))
     import ray.util
     from ray.autoscaler.tags import NODE_KIND_HEAD, TAG_RAY_NODE_KIND, TAG_RAY_USER_NODE_TYPE
 
-    book, told = Book(folder / "book"), metadata.Machines(metadata.Told)
-    autoscaler = folder / "autoscaler.yaml"
-    autoscaler.write_text(yaml.safe_dump(plan.autoscaler_file(str(book.folder))))
-    port, dashboard, *monitors = free_ports(4)
-    address = f"{ray.util.get_node_ip_address()}:{port}"
+    registry, metadata_by_machine = (
+        MachineRegistry(folder / "machines"),
+        metadata.MetadataByMachine(metadata.FakeInstanceMetadata),
+    )
+    autoscaler_file = folder / "autoscaler.yaml"
+    autoscaler_file.write_text(yaml.safe_dump(plan.autoscaler_config(str(registry.folder))))
+    head_port, dashboard_port, *metrics_ports = find_free_ports(4)
+    address = f"{ray.util.get_node_ip_address()}:{head_port}"
     tags = {TAG_RAY_NODE_KIND: NODE_KIND_HEAD, TAG_RAY_USER_NODE_TYPE: plan.head.name}
-    made: Up | None = None
+    cluster: RehearsalCluster | None = None
     try:
-        with metadata.serving(told) as services:
-            monitor_ports = monitors[0], monitors[1]
-            make = Nodes(plan, folder, token, autoscaler, address, dashboard, services, monitor_ports)
-            with Cloud(book, make, logs) as cloud:
-                head = book.ask(plan.head.name, plan.head.resources, plan.head.labels, tags)
-                jobs = _await_head(cloud, book, head, f"http://127.0.0.1:{dashboard}", say)
-                made = Up(plan, book, cloud, told, address, monitors[1], jobs, head)
-                yield made
-        made.machines = book.all()
-        made.left += [f"{name} had to be killed" for name in cloud.killed_late]
+        with metadata.serve_metadata(metadata_by_machine) as metadata_url:
+            monitor_ports = metrics_ports[0], metrics_ports[1]
+            command_factory = NodeCommandFactory(
+                plan, folder, token_file, autoscaler_file, address, dashboard_port, metadata_url, monitor_ports
+            )
+            with SimulatedCloud(registry, command_factory, logs) as cloud:
+                head_name = registry.request_machine(plan.head.name, plan.head.resources, plan.head.labels, tags)
+                jobs = _wait_for_head(cloud, registry, head_name, f"http://127.0.0.1:{dashboard_port}", log)
+                cluster = RehearsalCluster(
+                    plan, registry, cloud, metadata_by_machine, address, metrics_ports[1], jobs, head_name
+                )
+                yield cluster
+        cluster.machines = registry.all_machines()
+        cluster.left_behind += [f"{name} had to be killed" for name in cloud.killed_late]
     finally:
         _keep_autoscaler_log(folder, logs)
-        left = _processes(folder)
+        left_behind = _remaining_processes(folder)
         shutil.rmtree(folder, ignore_errors=True)
-        left += [f"shared memory {name}" for name in unmapped(_shared_memory() - before)]
+        left_behind += [
+            f"shared memory {name}" for name in unmapped_files(_shared_memory_files() - previous_shared_memory)
+        ]
         if folder.exists():
-            left.append(str(folder))
-        if made is not None:
-            made.left += left
+            left_behind.append(str(folder))
+        if cluster is not None:
+            cluster.left_behind += left_behind
 
 
 @functools.cache
-def _token() -> str:
-    """One for all clusters of a process: Ray keeps the first one that it has read."""
+def _shared_token() -> str:
+    """One token for all clusters of a process: Ray caches the first one it reads."""
     return secrets.token_hex(32)
 
 
-def _await_head(cloud: Cloud, book: Book, head: str, api: str, say: Say) -> Jobs:
-    """The job API, once it answers."""
-    say("starting the head")
-    give_up = time.monotonic() + UP_WITHIN_S
+def _wait_for_head(
+    cloud: SimulatedCloud, registry: MachineRegistry, head_name: str, api_url: str, log: LogFunction
+) -> JobClient:
+    """Wait for the job API."""
+    log("starting the head")
+    deadline = time.monotonic() + HEAD_TIMEOUT_S
     while True:
         with suppress(UserError):
-            jobs = Jobs(api)
-            jobs.all()
+            jobs = JobClient(api_url)
+            jobs.list_jobs()
             return jobs
-        if head not in book.up() or time.monotonic() > give_up:
-            lines = cloud.log_of(head).strip().splitlines()[-8:]
+        if head_name not in registry.live_machines() or time.monotonic() > deadline:
+            lines = cloud.read_log(head_name).strip().splitlines()[-8:]
             raise UserError("\n".join(["the head does not come up; its last lines:", *lines]), code="no_head")
         time.sleep(0.2)
 
 
-def free_ports(count: int) -> list[int]:
-    held = [socket.socket() for _ in range(count)]
+def find_free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
     try:
-        for one in held:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in held]
+        for sock in sockets:
+            sock.bind(("", 0))
+        return [sock.getsockname()[1] for sock in sockets]
     finally:
-        for one in held:
-            one.close()
+        for sock in sockets:
+            sock.close()
 
 
-def _processes(folder: Path) -> list[str]:
-    """What still runs of the cluster: programs whose command line, folder or environment names its own folder."""
-    give_up = time.monotonic() + GONE_WITHIN_S
+def _remaining_processes(folder: Path) -> list[str]:
+    """Remaining processes of the cluster: their command line, folder or environment names its folder."""
+    deadline = time.monotonic() + SHUTDOWN_TIMEOUT_S
     while True:
-        found = []
+        processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
                 traces = [" ".join(process.cmdline()), process.cwd(), *process.environ().values()]
                 if process.pid != os.getpid() and any(str(folder) in trace for trace in traces):
-                    found.append(f"process {process.pid} ({traces[0][:80]})")
-        if not found or time.monotonic() > give_up:
-            return found
+                    processes.append(f"process {process.pid} ({traces[0][:80]})")
+        if not processes or time.monotonic() > deadline:
+            return processes
         time.sleep(0.5)
 
 
-def _shared_memory() -> set[str]:
+def _shared_memory_files() -> set[str]:
     return {path.name for path in SHARED_MEMORY.iterdir()} if SHARED_MEMORY.is_dir() else set()
 
 
-def unmapped(names: set[str]) -> list[str]:
-    """Those of the files of shared memory that nobody has mapped. What a living process has mapped is that process's,
-    which is none of the cluster's: all of these have ended."""
+def unmapped_files(names: set[str]) -> list[str]:
+    """Shared memory files that no process maps. A mapped file belongs to a living process, and all processes of the
+    cluster have ended."""
     mapped = ""
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with suppress(OSError):
@@ -160,7 +171,7 @@ def unmapped(names: set[str]) -> list[str]:
 
 
 def _keep_autoscaler_log(folder: Path, logs: Path) -> None:
-    """It says why nodes were started and ended; the rest of Ray's own files goes."""
+    """Keep the autoscaler's log, which explains starts and terminations; Ray's other files are deleted."""
     for path in folder.glob("*/session_2*/logs/*"):
         if path.name.startswith(("monitor.", "autoscaler")) and path.is_file():
             logs.mkdir(parents=True, exist_ok=True)

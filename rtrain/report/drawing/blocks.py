@@ -1,4 +1,4 @@
-"""What a section of the report is made of: plain values, which `page` turns into HTML."""
+"""Blocks of a report section as plain values; `page` renders them as HTML."""
 
 import re
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ def _is_figure(cell: Cell) -> bool:
 
 @dataclass(frozen=True)
 class Figure:
-    """A chart: the title says what to see in it, the note how to read it."""
+    """A chart. The title states the finding, the note explains the chart."""
 
     title: str
     chart: Markup
@@ -35,7 +35,7 @@ class Table:
     kind: str = field(default="table", init=False)
 
     def is_figure(self, column: int) -> bool:
-        """Whether all cells of the column are figures, which are set flush right."""
+        """Whether all cells of the column are figures, which are aligned to the right."""
         cells = [row[column] for row in self.rows]
         return any(cell != "-" for cell in cells) and all(map(_is_figure, cells))
 
@@ -53,11 +53,11 @@ class Code:
 
 @dataclass(frozen=True)
 class Card:
-    """One row of the data with its answer."""
+    """A row of the data with its prediction."""
 
     text: str
     facts: Sequence[tuple[str, str]]
-    where: str
+    location: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Cards:
 
 @dataclass(frozen=True)
 class Note:
-    """A sentence across the page, e.g. why something that a reader may look for is missing."""
+    """A sentence across the page, e.g. the reason for a missing chart."""
 
     text: str
     wide: bool = True
@@ -79,24 +79,24 @@ class Note:
 
 
 @dataclass(frozen=True)
-class Step:
-    """One thing to do: what, the figure that calls for it, and the command where one command does it."""
+class Recommendation:
+    """A recommended action, the figure that is its reason, and optionally its command."""
 
-    what: str
-    why: str
+    action: str
+    reason: str
     command: str = ""
 
 
 @dataclass(frozen=True)
-class Steps:
+class RecommendationList:
     title: str
-    steps: Sequence[Step]
+    recommendations: Sequence[Recommendation]
     note: str = ""
     wide: bool = True
-    kind: str = field(default="steps", init=False)
+    kind: str = field(default="recommendations", init=False)
 
 
-Block = Figure | Table | Code | Cards | Note | Steps
+Block = Figure | Table | Code | Cards | Note | RecommendationList
 
 
 @dataclass(frozen=True)

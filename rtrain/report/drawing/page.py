@@ -1,7 +1,7 @@
-"""The page itself: tiles and sections laid out by `page.html`.
+"""The HTML page: tiles and sections in the template `page.html`.
 
-No script, no request: the page forbids both to itself (Content-Security-Policy). Text of the data reaches it escaped,
-by the template (`autoescape`) and by `svg.tag`; control characters are shown as their escapes.
+A Content-Security-Policy forbids scripts and requests. The template (`autoescape`) and `svg.make_element` escape all
+text; control characters are shown as escapes.
 """
 
 import re
@@ -16,49 +16,56 @@ from markupsafe import Markup
 from rtrain.core import atomic_write
 from rtrain.core.errors import UserError
 from rtrain.report.drawing.blocks import Section, Tile
-from rtrain.report.drawing.svg import visible
+from rtrain.report.drawing.svg import escape_controls
 
-_PIECE = re.compile(r"\s+|[(+-]{0,2}\d{1,12}(?:[.,]\d{1,12})+[,;:.)]*|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
-"""What of a cell stays on one line: figures as a whole."""
-
-
-def render(name: str, about: str, tiles: Sequence[Tile], sections: Sequence[Section], lead: str = "") -> str:
-    """The whole page, with the time at which it was made. `about` says of what it is, `lead` what comes first: the
-    outcome in a sentence."""
-    made = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
-    return str(_template().render(name=name, about=about, lead=lead, made=made, tiles=tiles, sections=sections))
+_CELL_PIECE = re.compile(r"\s+|[(+-]{0,2}\d{1,12}(?:[.,]\d{1,12})+[,;:.)]*|[^\s_/.:-]{1,22}[_/.:-]*|[_/.:-]+")
+"""Parts of a cell without a line break, e.g. figures."""
 
 
-def write(path: Path, text: str, fix: str = "make room there, or the folder writable") -> Path:
-    """Write a page, whole or not at all: a reader never sees half of one. Raises `UserError` where it cannot be
-    written."""
+def render_html(name: str, about: str, tiles: Sequence[Tile], sections: Sequence[Section], lead: str = "") -> str:
+    """Render the page with its time of creation.
+
+    Args:
+        about: description of the subject.
+        lead: the outcome in a sentence.
+    """
+    created_at = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
+    return str(
+        _load_template().render(
+            name=name, about=about, lead=lead, created_at=created_at, tiles=tiles, sections=sections
+        )
+    )
+
+
+def write_page(path: Path, text: str, fix: str = "free disk space, or make the folder writable") -> Path:
+    """Write a page atomically. Raises `UserError` if it cannot be written."""
     try:
-        with atomic_write.replacement(path) as draft:
+        with atomic_write.replace_file(path) as draft:
             draft.write_bytes(text.encode("utf-8", "backslashreplace"))
     except OSError as error:
         raise UserError(f"{path} cannot be written ({error.strerror}); {fix}", code="unwritable") from None
     return path
 
 
-def _template() -> Any:
+def _load_template() -> Any:
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, finalize=_shown, trim_blocks=True
+        autoescape=True, undefined=jinja2.StrictUndefined, finalize=_finalize, trim_blocks=True
     )
-    environment.filters["breakable"] = _breakable
+    environment.filters["breakable"] = _make_breakable
     return environment.from_string((resources.files("rtrain.report.drawing") / "page.html").read_text(encoding="utf-8"))
 
 
-def _breakable(cell: Any) -> Any:
-    """A cell whose long names may be broken after `_`, `/` and the like; one without these may be broken anywhere."""
+def _make_breakable(cell: Any) -> Any:
+    """Allow line breaks in a cell after `_`, `/` and similar characters."""
     if not isinstance(cell, str):
         return cell
-    return Markup("<wbr>").join(_PIECE.findall(visible(cell)))
+    return Markup("<wbr>").join(_CELL_PIECE.findall(escape_controls(cell)))
 
 
-def _shown(value: Any) -> Any:
-    """What `{{ }}` prints: figures with separators, text without invisible characters, charts as they are."""
+def _finalize(value: Any) -> Any:
+    """Format values of `{{ }}`: integers with separators, text without invisible characters, charts unchanged."""
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
-    return visible(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return escape_controls(value) if isinstance(value, str) and not isinstance(value, Markup) else value

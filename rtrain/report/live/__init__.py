@@ -1,1 +1,1 @@
-"""What a user sees while a command runs, and experiment trackers."""
+"""Progress on the terminal, messages of events, experiment trackers."""

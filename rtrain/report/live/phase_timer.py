@@ -1,31 +1,32 @@
-"""Where the seconds of a command went, as its user waited for them: from its start to its last line."""
+"""Wall-clock seconds of a command by phase."""
 
 import time
 from collections.abc import Callable
 
 
-class Waited:
+class PhaseTimer:
     """Seconds by phase, in the order of their first appearance. A phase lasts until another one begins."""
 
-    def __init__(self, now: Callable[[], float] = time.monotonic):
-        self._now, self._began = now, now()
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._started_at = clock, clock()
         self._seconds: dict[str, float] = {}
-        self._phase, self._since = "checks", self._began
+        self._phase, self._phase_started_at = "checks", self._started_at
 
-    def enter(self, phase: str) -> None:
-        """What follows belongs to `phase`, which may have been before: a search starts workers again and again."""
-        now = self._now()
-        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._since
-        self._phase, self._since = phase, now
+    def enter_phase(self, phase: str) -> None:
+        """Enter `phase`; a phase may be entered several times."""
+        now = self._clock()
+        self._seconds[self._phase] = self._seconds.get(self._phase, 0.0) + now - self._phase_started_at
+        self._phase, self._phase_started_at = phase, now
 
     @property
-    def seconds(self) -> float:
+    def elapsed_seconds(self) -> float:
         """Since the command began."""
-        return self._now() - self._began
+        return self._clock() - self._started_at
 
-    def text(self) -> str:
-        """`31 s in all: checks 3, Ray 6, rows 2, start of workers 6, training 9, writing 5`, without what took none."""
-        self.enter(self._phase)
+    def format_phases(self) -> str:
+        """`31 s in all: checks 3, Ray 6, rows 2, start of workers 6, training 9, writing 5`; phases below 0.5 s are
+        omitted."""
+        self.enter_phase(self._phase)
         shown = [f"{name} {seconds:.0f}" for name, seconds in self._seconds.items() if seconds >= 0.5]
-        total = f"{self.seconds:.0f} s in all"
+        total = f"{self.elapsed_seconds:.0f} s in all"
         return f"{total}: {', '.join(shown)}" if len(shown) > 1 else total

@@ -1,4 +1,4 @@
-"""What a user sees while a command runs: one live line on a terminal, plain lines elsewhere; all of it on stderr."""
+"""Progress of a command on stderr: one live line on a terminal, else plain lines."""
 
 import math
 import shlex
@@ -19,73 +19,72 @@ from rtrain.inference import artifact
 from rtrain.metrics import per_class
 from rtrain.report import cost
 from rtrain.report.live import event_messages
-from rtrain.report.live.phase_timer import Waited
+from rtrain.report.live.phase_timer import PhaseTimer
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """One plain line on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
-def then(*words: object) -> str:
-    """The line that says what to do next: a command of rtrain's that can be pasted."""
-    return f"next: {shlex.join(['rtrain', *map(str, words)])}"
+def format_next_command(*arguments: object) -> str:
+    """Format the line `next: ` with a command to paste."""
+    return f"next: {shlex.join(['rtrain', *map(str, arguments)])}"
 
 
-class Search(Protocol):
-    """A search as it is followed; it is told each of its events (`kind` "search") once."""
+class SearchProgress(Protocol):
+    """Progress of a followed search; it gets each of its events (`kind` "search") once."""
 
-    def said(self, event: dict[str, Any]) -> str:
-        """The line of an event; empty where there is none."""
+    def format_event(self, event: dict[str, Any]) -> str:
+        """Format the line of an event; empty for none."""
 
     @property
-    def standing(self) -> str:
-        """How far the search is, in a line."""
+    def progress_line(self) -> str:
+        """Progress of the search in one line."""
 
 
-SCORES = ("evaluated", "best", "unseen", "sliced", "running_text", "collapsed", "words_without_tokens")
-"""Kinds of events of which a search says by itself what came of them."""
-ROWS = (
-    *("tokenised", "tokens_reused", "bad_rows", "unlabelled", "head", "labels", "overlap"),
+SCORE_EVENTS = ("evaluated", "best", "unseen", "sliced", "running_text", "collapsed", "words_without_tokens")
+"""Kinds of trial events that a search summarizes itself."""
+ROW_EVENTS = (
+    *("tokenized", "tokens_reused", "quarantined_rows", "unlabeled", "head", "labels", "overlap"),
     *("texts", "conflicts"),
 )
-ALIKE = (*ROWS, "device", "pass_size", "speeds", "threads")
-"""Kinds of events that are the same in every trial of a search, each time that it goes on: trial 0 tells, once."""
-WAITING_S = 25.0
-"""Seconds after which a search says again that trials wait for nodes; each trial says so every 30 s."""
-PULSE = 60.0
-"""Seconds without a line after which, off a terminal, a search says how far it is."""
-SPACING = 1.0
-"""Least seconds between two lines of progress off a terminal: trials log every update, and a student of the search's
-winner, which has its settings, would print hundreds of lines."""
+SHARED_EVENTS = (*ROW_EVENTS, "device", "micro_batch_size_decided", "speeds", "threads")
+"""Kinds of events that are equal in all trials and attempts; only the first of trial 0 is printed."""
+WAITING_REPEAT_S = 25.0
+"""Seconds between two messages that trials wait for nodes; each trial logs one every 30 s."""
+STATUS_INTERVAL_S = 60.0
+"""Seconds without a line after which a search prints its progress, without a terminal."""
+MIN_PROGRESS_INTERVAL_S = 1.0
+"""Least seconds between two progress lines without a terminal: trials log every step, hundreds of lines otherwise."""
 
 
-class Line:
-    """Turns a run's events into progress. Use as a context manager; call it with each event.
+class ProgressLine:
+    """Prints a run's events as progress. Use it as a context manager and call it with each event.
 
-    `waited`: what has counted the seconds since the command began; the times of the lines are its own.
+    `phase_timer` has the start time of the command for the times of the lines.
     """
 
-    def __init__(self, waited: Waited | None = None) -> None:
+    def __init__(self, phase_timer: PhaseTimer | None = None) -> None:
         self._console = Console(stderr=True, highlight=False, markup=False, emoji=False)
         self._status = self._console.status("") if self._console.is_terminal else None
-        self._waited = waited or Waited()
-        self._search: Search | None = None
-        self._alike: set[tuple[str, Any]] = set()
-        """What was told of all trials of a search."""
-        self._waiting_told = -math.inf
-        """When it was last said that trials wait for nodes."""
-        self._kept = 0.0
-        self._progressed = -math.inf
-        """Time of the newest progress that was told off a terminal."""
+        self._phase_timer = phase_timer or PhaseTimer()
+        self._search: SearchProgress | None = None
+        self._reported_events: set[tuple[str, Any]] = set()
+        """Printed shared events of a search."""
+        self._waiting_reported_at = -math.inf
+        """Time of the last message that trials wait for nodes."""
+        self._last_line_at = 0.0
+        self._last_progress_at = -math.inf
+        """Time of the last progress line without a terminal."""
         self._lock = threading.Lock()
         """A search's own events and those of its trials come from different threads."""
         self._trial: int | None = None
-        self._first: dict[int | None, dict[str, Any]] = {}
-        """By trial; trials of a search run beside each other."""
-        self._starts: Counter[int | None] = Counter()
+        self._first_progress: dict[int | None, dict[str, Any]] = {}
+        """First progress event of each trial; trials run concurrently."""
+        self._attempts: Counter[int | None] = Counter()
 
-    def __enter__(self) -> "Line":
+    def __enter__(self) -> "ProgressLine":
         if self._status:
             self._status.start()
         return self
@@ -95,8 +94,8 @@ class Line:
             self._status.stop()
 
     @contextmanager
-    def following(self, search: Search) -> Iterator[None]:
-        """The events of the block are those of a search: its own are said, and of its trials' what goes wrong."""
+    def follow_search(self, search: SearchProgress) -> Iterator[None]:
+        """Follow a search within the context: print its own events, and only problems of its trials."""
         self._search = search
         try:
             yield
@@ -105,218 +104,228 @@ class Line:
 
     def __call__(self, event: dict[str, Any]) -> None:
         with self._lock:
-            self._take(event)
+            self._handle(event)
 
-    def _take(self, event: dict[str, Any]) -> None:
+    def _handle(self, event: dict[str, Any]) -> None:
         kind = event["kind"]
         self._trial = event.get("trial")
-        if self._search and self._trial is not None and self._is_known(event):
+        if self._search and self._trial is not None and self._is_repeated(event):
             return
         if kind == "search":
-            self._follow(event)
-        elif kind == "doing":
-            self._waited.enter(event["phase"])
-            self._now(event["text"])
+            self._handle_search_event(event)
+        elif kind == "phase_started":
+            self._phase_timer.enter_phase(event["phase"])
+            self._update_status(event["text"])
         elif kind == "started":
-            self._waited.enter("training")
-            self._first.pop(self._trial, None)
-            self._starts[self._trial] += 1
+            self._phase_timer.enter_phase("training")
+            self._first_progress.pop(self._trial, None)
+            self._attempts[self._trial] += 1
             rate = f", learning rate {event['lr']:.3g} at its peak" if "lr" in event else ""
             workers = f"{event['workers']} worker{'' if event['workers'] == 1 else 's'}"
-            where = f" on {event['device']}" if "device" in event else ""
-            rows = f", {event['rows_per_update']} rows per update" if "rows_per_update" in event else ""
-            self._now(f"{workers}{where}, {event['precision']}{rows}{rate}, from update {event['update']}")
-        elif kind in ("tokenised", "tokens_reused"):
-            self._starts[self._trial] = 0  # said once a run: the next stage of the demo is no restart
-            self._keep(_rows_text(event))
+            device_text = f" on {event['device']}" if "device" in event else ""
+            rows = f", {event['global_batch_size']} rows per update" if "global_batch_size" in event else ""
+            self._update_status(
+                f"{workers}{device_text}, {event['precision']}{rows}{rate}, from update {event['step']}"
+            )
+        elif kind in ("tokenized", "tokens_reused"):
+            self._attempts[self._trial] = 0  # logged once per run: the next stage of the demo is not a restart
+            self._print_line(_format_rows(event))
         elif kind == "first_rows":
-            self._now("the first rows are there")
+            self._update_status("the first rows are there")
         elif kind == "writing":
-            self._waited.enter("writing")
-            self._now("writing predictions, scores and the artefact")
+            self._phase_timer.enter_phase("writing")
+            self._update_status("writing predictions, scores and the artifact")
         elif kind == "progress":
-            self._pass(event)
+            self._on_progress(event)
         elif kind == "answered":
             speed = event["rows_per_second"]
             pace = "" if speed is None else f"  {speed:,.0f} rows/s  {event['left_s']:.0f} s left"
-            self._now(f"row {event['rows']:,}/{event['of']:,}{pace}")
-        elif text := event_messages.of(event):
-            self._keep(text)
+            self._update_status(f"row {event['rows']:,}/{event['of']:,}{pace}")
+        elif text := event_messages.format_event(event):
+            self._print_line(text)
         elif kind == "crashed":
-            hung = f"; what it hung in: {', '.join(event['stalled'])}" if event["stalled"] else ""
-            self._keep(f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}")
-        elif kind == "skipped":
-            text = f"update {event['update']}: the gradient is infinite in fp16; once more with loss scale"
-            self._keep(f"{text} {event['scale']:g}")
+            hung = f"; stack of the hang: {', '.join(event['hang_tracebacks'])}" if event["hang_tracebacks"] else ""
+            self._print_line(f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}")
+        elif kind == "step_skipped":
+            text = f"update {event['step']}: the gradient is infinite in fp16; once more with loss scale"
+            self._print_line(f"{text} {event['scale']:g}")
         elif kind == "device":
-            self._keep(event["why"])
-        elif kind == "pass_size":
-            self._keep(f"passes of at most {event['tokens']:,} tokens, which is what the GPU's memory holds")
+            self._print_line(event["reason"])
+        elif kind == "micro_batch_size_decided":
+            self._print_line(f"micro-batches of at most {event['tokens']:,} tokens, the limit of the GPU's memory")
         elif kind == "speeds":
-            told = ", ".join(f"{speed:.2f}" for speed in event["speeds"])
-            self._keep(f"rows are dealt by the workers' speeds: {told} of the fastest")
+            speeds_text = ", ".join(f"{speed:.2f}" for speed in event["speeds"])
+            self._print_line(f"rows are dealt by the workers' speeds: {speeds_text} of the fastest")
         elif kind == "threads":
-            rank = event["short"][0]
-            self._keep(
-                f"{event['available'][rank]} threads for worker {rank} in place of {event['kept'][rank]} as before, as "
+            rank = event["short_ranks"][0]
+            self._print_line(
+                f"{event['available'][rank]} threads for worker {rank} in place of {event['threads_by_rank'][rank]} "
+                "as before, as "
                 "its cores are fewer: the weights differ in their last bits from those of an undisturbed run"
             )
-        elif kind == "smaller_passes":
-            self._keep(f"passes of at most {event['tokens']:,} tokens, as a start ran out of memory")
-        elif kind == "yielded":
-            self._keep(
-                f"{event['reason']}: stopped at update {event['update']} with a checkpoint, and going on from it"
+        elif kind == "micro_batch_shrunk":
+            self._print_line(f"passes of at most {event['tokens']:,} tokens, as a start ran out of memory")
+        elif kind == "restart_requested":
+            self._print_line(
+                f"{event['reason']}: stopped at step {event['step']} with a checkpoint, and going on from it"
             )
-        elif kind == "set_aside":
-            self._keep(f"{event['checkpoint']} does not verify ({event['reason']}): set aside")
+        elif kind == "quarantined":
+            self._print_line(f"{event['checkpoint']} does not verify ({event['reason']}): set aside")
         elif kind == "best_lost":
-            self._keep(f"the best checkpoint, of update {event['update']}, does not verify: the best is sought anew")
-        elif kind == "uncopied":
-            self._keep(f"not copied: {event['error']} The next save tries again.")
-        elif kind == "unreachable":
-            text = f"{event['error']} Going on from what is here, update {event['update']}"
-            self._keep(f"{text}; the next save tries again.")
-        elif kind == "compressed":
-            self._keep(f"gradients are sent in fewer bits, with an error of {event['error']:.1e} of their norm")
+            self._print_line(
+                f"the best checkpoint, of update {event['step']}, does not verify: the best is sought anew"
+            )
+        elif kind == "remote_copy_incomplete":
+            self._print_line(f"not copied: {event['error']} The next save tries again.")
+        elif kind == "storage_unreachable":
+            text = f"{event['error']} Going on from what is here, step {event['step']}"
+            self._print_line(f"{text}; the next save tries again.")
+        elif kind == "gradient_compression":
+            self._print_line(f"gradients are sent in fewer bits, with an error of {event['error']:.1e} of their norm")
         elif kind == "waiting":
-            needs = f"{event['workers']} workers" if event["workers"] else "train.min_workers"
-            counts = f"the cluster has {event['has']} {event['needs']}s, {event['free']} of them free"
-            asked = f"; {event['asked']}" if event.get("asked") else ""
-            if event.get("starting"):
-                self._keep(f"waiting for {needs} to start; {counts}")
+            needs_text = f"{event['workers']} workers" if event["workers"] else "train.min_workers"
+            counts = f"the cluster has {event['total_workers']} {event['needs']}s, {event['free_workers']} of them free"
+            request_text = f"; {event['autoscaler_request']}" if event.get("autoscaler_request") else ""
+            if event.get("is_starting"):
+                self._print_line(f"waiting for {needs_text} to start; {counts}")
             else:
-                self._keep(f"waiting for {event['needs']}: too few for {needs}; {counts}{asked}")
+                self._print_line(f"waiting for {event['needs']}: too few for {needs_text}; {counts}{request_text}")
         elif kind == "case":
-            figures = event["measured"]
+            figures = event["measurement"]
             ratios = f"weights {figures['weights_ratio']:.1e}, gradient {figures['gradient_ratio']:.1e}"
-            self._keep(f"{event['name']}: {ratios}  ({figures['seconds']:.1f} s)")
+            self._print_line(f"{event['name']}: {ratios}  ({figures['seconds']:.1f} s)")
         elif kind == "stage":
-            self._keep(event["text"])
+            self._print_line(event["text"])
 
-    def _is_known(self, event: dict[str, Any]) -> bool:
-        """Whether an event of a trial says nothing new to who follows the search."""
+    def _is_repeated(self, event: dict[str, Any]) -> bool:
+        """Whether an event of a trial is already printed or summarized by the search."""
         kind = event["kind"]
-        if kind in SCORES:
+        if kind in SCORE_EVENTS:
             return True
-        if kind == "waiting":  # for one trial or for all: they wait for the same nodes
-            is_known: bool = event["time"] - self._waiting_told < WAITING_S
-            self._waiting_told = self._waiting_told if is_known else event["time"]
-            return is_known
-        if kind not in ALIKE:
+        if kind == "waiting":  # one message for all trials, which wait for the same nodes
+            is_recent: bool = event["time"] - self._waiting_reported_at < WAITING_REPEAT_S
+            self._waiting_reported_at = self._waiting_reported_at if is_recent else event["time"]
+            return is_recent
+        if kind not in SHARED_EVENTS:
             return False
-        told = ("rows" if kind in ROWS[:2] else kind, event.get("split"))
-        known = bool(self._trial) or told in self._alike
+        event_key = ("rows" if kind in ROW_EVENTS[:2] else kind, event.get("split"))
+        is_repeated = bool(self._trial) or event_key in self._reported_events
         if not self._trial:
-            self._alike.add(told)
-        return known
+            self._reported_events.add(event_key)
+        return is_repeated
 
-    def _follow(self, event: dict[str, Any]) -> None:
-        """An event of the search itself, whose line names its trial."""
+    def _handle_search_event(self, event: dict[str, Any]) -> None:
+        """Print an event of the search itself; its line has the trial."""
         self._trial = None
         if self._search is None:
             return
-        if text := self._search.said(event):
-            self._keep(text)
+        if text := self._search.format_event(event):
+            self._print_line(text)
         if self._status:
-            self._now(self._search.standing)
+            self._update_status(self._search.progress_line)
 
-    def _pass(self, event: dict[str, Any]) -> None:
-        is_due = event["time"] - self._progressed >= SPACING or event["update"] == event["of"]
+    def _on_progress(self, event: dict[str, Any]) -> None:
+        is_due = (
+            event["time"] - self._last_progress_at >= MIN_PROGRESS_INTERVAL_S or event["step"] == event["total_steps"]
+        )
         if self._status or self._search or is_due:
-            self._progressed = event["time"]
-            self._now(f"update {event['update']}/{event['of']}  loss {event['loss']:.4f}{self._pace(event)}")
+            self._last_progress_at = event["time"]
+            self._update_status(
+                f"update {event['step']}/{event['total_steps']}  loss {event['loss']:.4f}{self._format_pace(event)}"
+            )
 
-    def _pace(self, event: dict[str, Any]) -> str:
+    def _format_pace(self, event: dict[str, Any]) -> str:
         """Speed and time left by the wall clock since this start's first progress, which follows its first batch."""
-        restarts = self._starts[self._trial] - 1
-        again = f"  {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else ""
-        if self._search:  # a thawed trial starts again too
-            again = ""
-        first = self._first.setdefault(self._trial, event)
-        seconds, updates = event["time"] - first["time"], event["update"] - first["update"]
-        if updates <= 0 or seconds <= 0:
-            return again
+        restarts = self._attempts[self._trial] - 1
+        restarts_text = f"  {restarts} restart{'s' if restarts > 1 else ''}" if restarts > 0 else ""
+        if self._search:  # a resumed trial is a new attempt too
+            restarts_text = ""
+        first = self._first_progress.setdefault(self._trial, event)
+        seconds, steps = event["time"] - first["time"], event["step"] - first["step"]
+        if steps <= 0 or seconds <= 0:
+            return restarts_text
         speeds = ""
         if "rows" in event:
             rows, tokens = ((event[name] - first[name]) / seconds for name in ("rows", "real_tokens"))
             speeds = f"  {rows:,.0f} rows/s, {tokens:,.0f} tokens/s"
-        return f"{speeds}  {seconds / updates * (event['of'] - event['update']):.0f} s left{again}"
+        return f"{speeds}  {seconds / steps * (event['total_steps'] - event['step']):.0f} s left{restarts_text}"
 
-    def _named(self, text: str) -> str:
+    def _with_trial(self, text: str) -> str:
         return text if self._trial is None else f"trial {self._trial}: {text}"
 
-    def _now(self, text: str) -> None:
+    def _update_status(self, text: str) -> None:
         if self._search and self._trial is not None:
-            text, self._trial = f"{self._search.standing}  {self._named(text)}", None
-            if not self._status and self._waited.seconds - self._kept < PULSE:
+            text, self._trial = f"{self._search.progress_line}  {self._with_trial(text)}", None
+            if not self._status and self._phase_timer.elapsed_seconds - self._last_line_at < STATUS_INTERVAL_S:
                 return
         if self._status:
-            shown = Text(self._named(text))  # a str would be read as markup
-            shown.truncate(self._console.width - 2, overflow="ellipsis")  # beside the spinner: one line on any width
-            self._status.update(shown)
+            status_text = Text(self._with_trial(text))  # a str would be read as markup
+            status_text.truncate(
+                self._console.width - 2, overflow="ellipsis"
+            )  # beside the spinner: one line on any width
+            self._status.update(status_text)
         else:
-            self._keep(text)
+            self._print_line(text)
 
-    def _keep(self, text: str) -> None:
-        """A line that stays. Printed as it is: text of the user's data must not be read as markup or control codes."""
-        self._kept = self._waited.seconds
-        line = f"{self._kept:6.1f} s  {self._named(text)}"
-        shown = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
-        self._console.print("".join(shown), soft_wrap=True)
+    def _print_line(self, text: str) -> None:
+        """Print a permanent line. Text of the user's data is escaped, not interpreted as markup or control codes."""
+        self._last_line_at = self._phase_timer.elapsed_seconds
+        line = f"{self._last_line_at:6.1f} s  {self._with_trial(text)}"
+        printable = (char if char.isprintable() else char.encode("unicode_escape").decode() for char in line)
+        self._console.print("".join(printable), soft_wrap=True)
 
 
-def _rows_text(event: dict[str, Any]) -> str:
-    rows, bad = event["rows"], event["quarantined"]
+def _format_rows(event: dict[str, Any]) -> str:
+    rows, bad_rows = event["rows"], event["quarantined"]
     text = f"{rows['train']:,} training, {rows['valid']:,} validation, {rows['test']:,} test rows"
     text += ", tokens reused" if event["kind"] == "tokens_reused" else ""
-    if bad:
-        where = Path(event["store"]) / "quarantine.parquet"
-        text += f"; {bad:,} bad row{'s' if bad > 1 else ''} set aside, with reasons in {where}"
+    if bad_rows:
+        quarantine_path = Path(event["store"]) / "quarantine.parquet"
+        text += f"; {bad_rows:,} bad row{'s' if bad_rows > 1 else ''} set aside, with reasons in {quarantine_path}"
     return text
 
 
-def summary_text(summary: dict[str, Any], run: Run) -> str:
-    """The end of a training, for a person."""
+def format_summary(summary: dict[str, Any], run: Run) -> str:
+    """Format the summary of a finished training."""
     seconds, test, classes = summary["seconds"], summary["metrics"]["test"] or {}, summary["classes"]
-    running = summary.get("running_text")
+    running_scores = summary.get("running_text")
     scores = ", ".join(f"{name} {value:.4f}" for name, value in test.items() if name != "rows")
     padding = summary["padded_tokens"] / summary["real_tokens"] if summary["real_tokens"] else 1.0
     lines = [
-        f"{summary['status']}: {summary['updates']} updates, {summary['rows_seen']:,} rows in "
+        f"{summary['status']}: {summary['steps']} updates, {summary['rows_seen']:,} rows in "
         f"{seconds['train']:.0f} s of training ({summary['rows_per_second']:.0f} rows/s), "
         f"input wait {seconds['input_wait']:.2f} s, padded/real tokens {padding:.2f}",
         f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
         *per_class.format_classes(classes.get("test") or classes.get("valid") or []),
-        *([f"on running text, as requests have it: F1 {running['f1']:.4f}"] if running else []),
+        *([f"on running text, as in requests: F1 {running_scores['f1']:.4f}"] if running_scores else []),
         f"run: {run}",
     ]
     if scale := summary["noise_scale"]:
         high = "more" if scale["high"] is None else f"{scale['high']:,.0f}"
         rows = f"{scale['rows']:,.0f} rows ({scale['low']:,.0f} to {high})"
-        lines.insert(1, f"noise scale of the gradient: {rows}; an update has {summary['rows_per_update']:,}")
-    if found := summary.get("cost"):
-        lines.insert(-1, f"cost: {cost.sentence(found)}")
+        lines.insert(1, f"noise scale of the gradient: {rows}; an update has {summary['global_batch_size']:,}")
+    if cost_document := summary.get("cost"):
+        lines.insert(-1, f"cost: {cost.format_cost(cost_document)}")
     if run.report.is_file():
         lines.append(f"report: {run.report}")
     return "\n".join(lines)
 
 
-def used(folder: Path, name: object = None) -> str:
-    """What to do with an artefact next, which the user knows by `name`. One that cannot be read is looked at, too."""
+def next_artifact_command(folder: Path, name: object = None) -> str:
+    """Next command for an artifact, which the user knows as `name`; `rtrain inspect` for an unreadable one."""
     try:
-        verb, *options = artifact.use(artifact.read(folder, verify=False))
+        verb, *options = artifact.next_command(artifact.read_artifact(folder, verify=False))
     except UserError:
         verb, options = "inspect", []
-    return then(verb, name or folder, *options)
+    return format_next_command(verb, name or folder, *options)
 
 
-def after(run: Run, *words: object) -> str:
-    """What to do with a run next: where it has not ended, go on by the verb and arguments `words`; else use its
-    artefact."""
-    created = run.first("created") or {}
-    if not run.finished:
-        return then(*words, "--resume", "--out", run)
-    way_on = used(run.artifact)
-    if created.get("task") == "masked_lm" and way_on == then("serve", run.artifact):
-        return then("train", "intent", "--data", "FILE", "--model", run.artifact)
-    return way_on
+def next_run_command(run: Run, *arguments: object) -> str:
+    """Next command for a run: resume an unfinished run by the command `arguments`, else use its artifact."""
+    created = run.first_event("created") or {}
+    if not run.is_finished:
+        return format_next_command(*arguments, "--resume", "--out", run)
+    next_command = next_artifact_command(run.artifact)
+    if created.get("task") == "masked_lm" and next_command == format_next_command("serve", run.artifact):
+        return format_next_command("train", "intent", "--data", "FILE", "--model", run.artifact)
+    return next_command

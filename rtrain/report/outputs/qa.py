@@ -1,52 +1,59 @@
-"""Questions: scores by the length of the answer, and at each threshold of giving none."""
+"""Questions: scores by length of the answer, and by threshold for no answer."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from rtrain.report.collect import Collected
+from rtrain.report.collect import RunData
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Table
-from rtrain.report.drawing.charts import Line, Mark
+from rtrain.report.drawing.charts import LineSeries, VerticalMark
 
 
-def blocks(run: Collected, tables: Mapping[str, Any]) -> list[Block]:
-    found: list[Block] = []
+def build_blocks(run: RunData, tables: Mapping[str, Any]) -> list[Block]:
+    question_blocks: list[Block] = []
     if tables["by_length"]:
-        found.append(_by_length(tables["by_length"]))
+        question_blocks.append(_build_length_table(tables["by_length"]))
     if "no_answer" in tables:
-        assert run.scores is not None  # section
-        found.append(_no_answer(tables["no_answer"], run.scores["scores"]["f1"]))
-    return found
+        assert run.scores is not None  # by `answers.build_section`
+        question_blocks.append(_build_no_answer_chart(tables["no_answer"], run.scores["scores"]["f1"]))
+    return question_blocks
 
 
-def _by_length(groups: list[dict[str, Any]]) -> Table:
-    names = [str(one["low"]) if one["low"] == one["high"] else f"{one['low']} to {one['high']}" for one in groups]
+def _build_length_table(groups: list[dict[str, Any]]) -> Table:
+    names = [
+        str(group["low"]) if group["low"] == group["high"] else f"{group['low']} to {group['high']}" for group in groups
+    ]
     return Table(
         "Scores by the length of the answer",
         ("tokens", "questions", "F1", "exact match"),
         [
-            (name, one["rows"], f"{one['f1']:.3f}", f"{one['exact_match']:.3f}")
-            for name, one in zip(names, groups, strict=True)
+            (name, group["rows"], f"{group['f1']:.3f}", f"{group['exact_match']:.3f}")
+            for name, group in zip(names, groups, strict=True)
         ],
-        "Of tokens, 0 to 1: an answer that is found in part has an F1, but no exact match.",
+        "F1 of tokens, 0 to 1. Partial answers count in F1 but not in exact match.",
     )
 
 
-def _no_answer(found: Mapping[str, Any], f1: float) -> Figure:
-    curve = found["curve"]
+def _build_no_answer_chart(no_answer: Mapping[str, Any], f1: float) -> Figure:
+    curve = no_answer["curve"]
     xs = [point["threshold"] for point in curve]
     series = [
-        Line(name, xs, [point[key] for point in curve])
+        LineSeries(name, xs, [point[key] for point in curve])
         for name, key in (("F1", "f1"), ("exact match", "exact_match"), ("answered", "answered"))
     ]
     best = max(curve, key=lambda point: float(point["f1"]))
-    # A threshold that was chosen on other rows may lie beyond all margins of these.
-    place = min(max(found["threshold"], min(xs)), max(xs))
-    chart = charts.lines(series, "threshold", "share", [Mark(place, "chosen", "best")])
-    silent = "" if found["silent"] is None else f" {100 * found['silent']:.0f} % of them were left unanswered."
+    # The threshold was chosen on other rows and may lie outside of the curve.
+    place = min(max(no_answer["threshold"], min(xs)), max(xs))
+    chart = charts.draw_lines(series, "threshold", "share", [VerticalMark(place, "chosen", "best")])
+    unanswered_note = (
+        ""
+        if no_answer["unanswered_share"] is None
+        else f" {100 * no_answer['unanswered_share']:.0f} % of them got no answer."
+    )
     note = (
-        "An answer is given where it beats the score of none by more than the threshold, which was chosen on the "
-        f"validation rows (green line: {found['threshold']:.2f}). {found['rows']:,} questions have no answer.{silent} "
+        "An answer is given if it beats the score of no answer by more than the threshold, which was chosen on the "
+        f"validation rows (green line: {no_answer['threshold']:.2f}). {no_answer['rows']:,} questions have no "
+        f"answer.{unanswered_note} "
         f"The best F1 of any threshold here is {best['f1']:.3f}, at {best['threshold']:.2f}."
     )
     return Figure(f"F1 {f1:.3f} at the chosen threshold for no answer", chart, note)

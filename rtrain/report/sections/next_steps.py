@@ -1,4 +1,4 @@
-"""What to do next: the facts of a run that `rtrain.report.advice` looks at, and the block of its steps."""
+"""Next steps: the facts of a run for `rtrain.report.advice`, and the block of its recommendations."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -10,146 +10,164 @@ import pyarrow.parquet
 from rtrain.core.run_folder import Run
 from rtrain.inference import artifact
 from rtrain.metrics import per_class
-from rtrain.metrics.registry import metric_for
+from rtrain.metrics.registry import get_metric
 from rtrain.report import advice
-from rtrain.report.advice import Compared, Facts, Label, Weak
-from rtrain.report.collect import Collected
-from rtrain.report.drawing.blocks import Block, Note, Steps
+from rtrain.report.advice import BaselineComparison, RunFacts, WeakSlice, WorstLabel
+from rtrain.report.collect import RunData
+from rtrain.report.drawing.blocks import Block, Note, RecommendationList
 from rtrain.report.sections import curves, slices
 
-SURE = 0.9
-"""Confidence of a wrong answer from which on its label is suspect."""
-PAIR_SHARE = 0.1
-"""Share of all mistakes from which on a confused pair is worth a remedy of its own."""
-PAIR_ROWS = 5
-HARDEST = 20
-"""Rows of the largest loss among which wrong labels are looked for."""
+MIN_SUSPECT_CONFIDENCE = 0.9
+"""Least confidence of a wrong answer with a suspect label."""
+MIN_PAIR_SHARE = 0.1
+"""Least share of all mistakes of a confused pair that gets a recommendation."""
+MIN_PAIR_ROWS = 5
+HARDEST_ROWS = 20
+"""Rows with the largest loss that are checked for wrong labels."""
 
 
-def block(run: Collected) -> Block:
-    steps = advice.steps(facts(run))
+def build_block(run: RunData) -> Block:
+    steps = advice.list_recommendations(collect_facts(run))
     if not steps:
-        return Note("Nothing calls for a next step: the run has no artefact yet, and nothing in it stands out.")
+        return Note("No recommendations: the run has no artifact yet, and no rule applies.")
     note = (
-        "Derived from this run's figures alone, by fixed rules: a hint where to look first, not a promise. NEW_FOLDER, "
-        "RECIPE, FILE and TEACHER, the run that a student is distilled from, are for you to name."
+        "Fixed rules derive these hints from this run's figures. Replace NEW_FOLDER, RECIPE, FILE and TEACHER (the "
+        "run of "
+        "the student's teacher)."
     )
-    return Steps("What to do next", steps, note)
+    return RecommendationList("What to do next", steps, note)
 
 
-def facts(run: Collected) -> Facts:
-    name = metric_for(run.output).headline
-    split = next((split for split in ("test", "valid") if name in metrics(run, split)), "test")
-    score = metrics(run, split).get(name)
+def collect_facts(run: RunData) -> RunFacts:
+    name = get_metric(run.output).headline
+    split = next((split for split in ("test", "valid") if name in best_metrics(run, split)), "test")
+    score = best_metrics(run, split).get(name)
     cut = run.store.manifest.truncated if run.store else 0
-    train_loss, held_out_loss = _losses(run)
-    return Facts(
+    train_loss, held_out_loss = _epoch_losses(run)
+    return RunFacts(
         folder=str(run.folder),
         status=run.summary["status"],
         output=run.output,
         score=score,
-        compared=compared(run, split),
+        baseline_comparison=compare_with_baseline(run, split),
         train_loss=train_loss,
         held_out_loss=held_out_loss,
-        validation=tuple(_validation(run, name)),
-        best_update=run.summary["best_update"],
-        updates=run.summary["updates"],
+        validation_scores=tuple(_validation_scores(run, name)),
+        best_step=run.summary["best_step"],
+        steps=run.summary["steps"],
         epochs=run.config.recipe.train.epochs,
         rows=sum(run.store.manifest.rows.values()) if run.store else 0,
-        given=run.store.given if run.store else 0,
-        cut=cut,
+        labeled_rows=run.store.num_source_rows if run.store else 0,
+        truncated_rows=cut,
         max_tokens=run.reading.max_tokens,
-        windows=run.reading.max_windows > 1,
+        uses_windows=run.reading.max_windows > 1,
         max_windows=run.reading.max_windows,
-        set_aside=run.store.manifest.quarantined if run.store else 0,
-        reason=_reason(run),
-        weak=_weak(run),
-        label=_label(run),
-        confused=_confused(run),
-        suspects=tuple(_suspects(run)),
-        student=bool(run.config.recipe.distill.teacher) or run.folder.with_name(f"{run.folder.name}-student").is_dir(),
-        artifact=run.artifact is not None,
-        int8=Run(run.folder).int8.joinpath(artifact.NAME).is_file(),
-        refused=_refused(Run(run.folder)),
-        teacher=bool(run.config.recipe.distill.teacher),
+        quarantined_rows=run.store.manifest.quarantined if run.store else 0,
+        quarantine_reason=_top_quarantine_reason(run),
+        weak_slice=_find_weak_slice(run),
+        worst_label=_find_worst_label(run),
+        confused_pair=_find_confused_pair(run),
+        suspect_rows=tuple(_find_suspect_rows(run)),
+        has_student=bool(run.config.recipe.distill.teacher)
+        or run.folder.with_name(f"{run.folder.name}-student").is_dir(),
+        has_artifact=run.artifact is not None,
+        has_int8=Run(run.folder).int8_artifact.joinpath(artifact.FILE_NAME).is_file(),
+        rejection_reason=_find_refusal(Run(run.folder)),
+        is_student=bool(run.config.recipe.distill.teacher),
     )
 
 
-def _refused(run: Run) -> str:
-    """Why the gate has refused the artefact that the advice would serve; empty where it has not."""
-    served = next((place for place in (run.int8, run.artifact) if (place / artifact.NAME).is_file()), None)
-    if served is None:
+def _find_refusal(run: Run) -> str:
+    """Why the gate refused the artifact to serve; empty if it did not."""
+    artifact_folder = next(
+        (place for place in (run.int8_artifact, run.artifact) if (place / artifact.FILE_NAME).is_file()), None
+    )
+    if artifact_folder is None:
         return ""
-    made = artifact.read(served, verify=False)
-    return artifact.refusal(made.gate, made.version) or ""
+    metadata = artifact.read_artifact(artifact_folder, verify=False)
+    return artifact.rejection_reason(metadata.gate, metadata.version) or ""
 
 
-def baselines(run: Collected, split: str) -> list[tuple[str, float]]:
-    """(name, headline) of each baseline on a split: measured ones, and of summaries the first sentences."""
-    found = [
-        (one["name"], float(one["scores"][split]))
-        for one in (run.baselines or {"baselines": []})["baselines"]
-        if split in one["scores"]
+def list_baselines(run: RunData, split: str) -> list[tuple[str, float]]:
+    """List (name, headline score) of each baseline on a split; for summaries also the first sentences."""
+    scored_baselines = [
+        (entry["name"], float(entry["scores"][split]))
+        for entry in (run.baselines or {"baselines": []})["baselines"]
+        if split in entry["scores"]
     ]
-    document = scores_of(run, split)
+    document = find_scores(run, split)
     if run.output == "summary" and document is not None and "lead_rouge" in document["scores"]:
-        found.append(("the first sentences", float(document["scores"]["lead_rouge"])))
-    return found
+        scored_baselines.append(("the first sentences", float(document["scores"]["lead_rouge"])))
+    return scored_baselines
 
 
-def best_baseline(run: Collected, split: str) -> tuple[str, float] | None:
-    return max(baselines(run, split), key=lambda one: one[1], default=None)
+def best_baseline(run: RunData, split: str) -> tuple[str, float] | None:
+    return max(list_baselines(run, split), key=lambda baseline: baseline[1], default=None)
 
 
-def beside_baselines(run: Collected, split: str) -> Mapping[str, Any] | None:
-    """{"rows", "scores", "intervals"} of the model on the rows that the baselines of a split are scored on; None where
-    that is not known."""
-    document = scores_of(run, split)
+def scores_on_baseline_rows(run: RunData, split: str) -> Mapping[str, Any] | None:
+    """{"rows", "scores", "intervals"} of the model on the rows of the baselines; None if unknown."""
+    document = find_scores(run, split)
     if document is None:
         return None
     rows = document["rows"] if run.output == "summary" else (run.baselines or {}).get("rows", {}).get(split)
-    return next((one for one in (document, document.get("sample")) if one is not None and one["rows"] == rows), None)
+    return next(
+        (scored for scored in (document, document.get("sample")) if scored is not None and scored["rows"] == rows), None
+    )
 
 
-def compared(run: Collected, split: str) -> Compared | None:
-    """The model beside the best baseline, on the same rows; None where one of the two is not known."""
-    name, best, document = metric_for(run.output).headline, best_baseline(run, split), beside_baselines(run, split)
+def compare_with_baseline(run: RunData, split: str) -> BaselineComparison | None:
+    """Compare the model with the best baseline on the same rows; None if one of the two is unknown."""
+    name, best, document = (
+        get_metric(run.output).headline,
+        best_baseline(run, split),
+        scores_on_baseline_rows(run, split),
+    )
     if best is None or document is None or name not in document["scores"]:
         return None
     ends = document.get("intervals", {}).get("scores", {}).get(name)
-    return Compared(float(document["scores"][name]), (ends[0], ends[1]) if ends else None, *best)
+    return BaselineComparison(float(document["scores"][name]), (ends[0], ends[1]) if ends else None, *best)
 
 
-def scores_of(run: Collected, split: str) -> dict[str, Any] | None:
-    """scores-<split>.json."""
-    return next((one for one in (run.scores, run.validation) if one is not None and one["split"] == split), None)
+def find_scores(run: RunData, split: str) -> dict[str, Any] | None:
+    """Return scores-<split>.json."""
+    return next(
+        (scores for scores in (run.scores, run.validation_scores) if scores is not None and scores["split"] == split),
+        None,
+    )
 
 
-def metrics(run: Collected, split: str) -> Mapping[str, Any]:
-    """The logged scores of the best weights; until these are chosen, those of the newest validation; or none."""
-    if found := run.summary["metrics"][split]:
-        return dict(found)
-    evaluated = [event["scores"] for event in run.of("evaluated") if event["split"] == split]
+def best_metrics(run: RunData, split: str) -> Mapping[str, Any]:
+    """Return the logged scores of the best weights, else of the newest evaluation, else nothing."""
+    if logged_scores := run.summary["metrics"][split]:
+        return dict(logged_scores)
+    evaluated = [event["scores"] for event in run.events_of_kind("evaluated") if event["split"] == split]
     return dict(evaluated[-1]) if evaluated else {}
 
 
-def _losses(run: Collected) -> tuple[float | None, float | None]:
-    """(training loss of the last epoch, mean loss of the held-out rows), where both are the plain loss of a text."""
+def _epoch_losses(run: RunData) -> tuple[float | None, float | None]:
+    """Return (training loss of the last epoch, mean loss of the held-out rows) if both are the plain loss of a text."""
     recipe, answers = run.config.recipe, run.answers
     if run.output != "classes" or recipe.train.label_smoothing or recipe.distill.teacher or answers is None:
         return None, None
-    known = answers.loss[np.isfinite(answers.loss)]
-    per_epoch, progress = run.updates_per_epoch() or 1, curves.newest(run.of("progress"))
-    last = [event["loss"] for event in progress if event["update"] > run.summary["updates"] - per_epoch]
-    return (float(np.mean(last)), float(known.mean())) if last and len(known) else (None, None)
+    finite_losses = answers.loss[np.isfinite(answers.loss)]
+    per_epoch, progress = run.steps_per_epoch() or 1, curves.last_event_per_step(run.events_of_kind("progress"))
+    last_losses = [event["loss"] for event in progress if event["step"] > run.summary["steps"] - per_epoch]
+    return (
+        (float(np.mean(last_losses)), float(finite_losses.mean()))
+        if last_losses and len(finite_losses)
+        else (None, None)
+    )
 
 
-def _validation(run: Collected, name: str) -> list[tuple[int, float]]:
-    found = curves.newest([event for event in run.of("evaluated") if event["split"] == "valid"])
-    return [(event["update"], float(event["scores"][name])) for event in found if name in event["scores"]]
+def _validation_scores(run: RunData, name: str) -> list[tuple[int, float]]:
+    evaluations = curves.last_event_per_step(
+        [event for event in run.events_of_kind("evaluated") if event["split"] == "valid"]
+    )
+    return [(event["step"], float(event["scores"][name])) for event in evaluations if name in event["scores"]]
 
 
-def _reason(run: Collected) -> str:
+def _top_quarantine_reason(run: RunData) -> str:
     path = None if run.store is None else run.store.folder / "quarantine.parquet"
     if path is None or not path.is_file():
         return ""
@@ -157,72 +175,90 @@ def _reason(run: Collected) -> str:
     return str(reasons.most_common(1)[0][0]) if reasons else ""
 
 
-def _weak(run: Collected) -> Weak | None:
-    """The worst slice, where it is worse than all rows by more than chance."""
+def _find_weak_slice(run: RunData) -> WeakSlice | None:
+    """Find the worst slice that is significantly worse than all rows."""
     if run.scores is None or not run.scores["rows"]:
         return None
-    whole = slices.measure(run.scores)
-    found = slices.told(run, slices.slices(run.scores))
-    worse = next((one for one, said in zip(found, slices.verdicts(found, whole), strict=True) if said == "worse"), None)
+    headline = slices.measure_headline(run.scores)
+    score_slices = slices.drop_empty_slices(run, slices.list_slices(run.scores))
+    worse = next(
+        (
+            score_slice
+            for score_slice, verdict in zip(score_slices, slices.judge_slices(score_slices, headline), strict=True)
+            if verdict == "worse"
+        ),
+        None,
+    )
     if worse is None:
         return None
     column, _, value = worse.name.partition(": ")
-    return Weak(column, value, worse.rows, worse.value)
+    return WeakSlice(column, value, worse.rows, worse.value)
 
 
-def tables(run: Collected) -> list[tuple[str, Mapping[str, Any]]]:
-    """(what goes before a label's name, its tables): one for each head, else one for all."""
+def label_tables(run: RunData) -> list[tuple[str, Mapping[str, Any]]]:
+    """List (prefix of label names, tables): one entry per head, else a single one."""
     if run.scores is None:
         return []
-    found = run.scores["tables"]
-    return [(f"{name}: ", own) for name, own in found["heads"].items()] if "heads" in found else [("", found)]
+    score_tables = run.scores["tables"]
+    return (
+        [(f"{name}: ", head_tables) for name, head_tables in score_tables["heads"].items()]
+        if "heads" in score_tables
+        else [("", score_tables)]
+    )
 
 
-def worst_labels(run: Collected) -> list[tuple[str, Mapping[str, Any]]]:
-    """(name, scores) of the labels or types of entities that occur often enough, the lowest F1 first."""
-    return sorted(((one["class"], one) for one in _parted(run)[1]), key=lambda item: float(item[1]["f1"]))
+def worst_labels(run: RunData) -> list[tuple[str, Mapping[str, Any]]]:
+    """List (name, scores) of the frequent labels or entity types, the lowest F1 first."""
+    return sorted(
+        ((label_scores["class"], label_scores) for label_scores in _split_labels(run)[1]),
+        key=lambda item: float(item[1]["f1"]),
+    )
 
 
-def rare_labels(run: Collected) -> list[per_class.Class]:
-    """Labels or types of entities with too few rows to judge, the rarest first."""
-    return _parted(run)[0]
+def rare_labels(run: RunData) -> list[per_class.ClassResult]:
+    """List labels or entity types with too few rows, the rarest first."""
+    return _split_labels(run)[0]
 
 
-def _parted(run: Collected) -> tuple[list[per_class.Class], list[per_class.Class]]:
+def _split_labels(run: RunData) -> tuple[list[per_class.ClassResult], list[per_class.ClassResult]]:
     return per_class.split_by_support([] if run.scores is None else per_class.collect_classes(run.scores["tables"]))
 
 
-def confused_pairs(run: Collected) -> list[tuple[str, str, int]]:
-    """(true, answered, rows), the most frequent first."""
-    found = [
-        (f"{head}{one['true']}", f"{head}{one['predicted']}", int(one["rows"]))
-        for head, own in tables(run)
-        for one in own.get("confused", ())
+def confused_pairs(run: RunData) -> list[tuple[str, str, int]]:
+    """List (true, predicted, rows), the most frequent first."""
+    pairs = [
+        (f"{head}{pair['true']}", f"{head}{pair['predicted']}", int(pair["rows"]))
+        for head, tables in label_tables(run)
+        for pair in tables.get("confused", ())
     ]
-    return sorted(found, key=lambda item: -item[2])
+    return sorted(pairs, key=lambda item: -item[2])
 
 
-def _label(run: Collected) -> Label | None:
+def _find_worst_label(run: RunData) -> WorstLabel | None:
     worst = next(iter(worst_labels(run)), None)
-    codes = run.classes()
+    codes = run.class_codes()
     if worst is None or codes is None or run.store is None:
         return None
     names: Sequence[str] = run.store.manifest.labels
     rows = int((codes == names.index(worst[0])).sum()) if worst[0] in names else None
-    return Label(worst[0], float(worst[1]["f1"]), rows)
+    return WorstLabel(worst[0], float(worst[1]["f1"]), rows)
 
 
-def _confused(run: Collected) -> tuple[str, str, int] | None:
+def _find_confused_pair(run: RunData) -> tuple[str, str, int] | None:
     pairs = confused_pairs(run)
     total = sum(rows for _, _, rows in pairs)
-    return pairs[0] if pairs and pairs[0][2] >= max(PAIR_ROWS, PAIR_SHARE * total) else None
+    return pairs[0] if pairs and pairs[0][2] >= max(MIN_PAIR_ROWS, MIN_PAIR_SHARE * total) else None
 
 
-def _suspects(run: Collected) -> list[str]:
-    """file:line of the hardest rows that are wrong and sure; of texts with one label, whose score is their chance."""
+def _find_suspect_rows(run: RunData) -> list[str]:
+    """List file:line of the hardest rows with a confident wrong answer, for texts with a single label."""
     answers = run.answers
     if answers is None or run.output != "classes":
         return []
-    right = answers.right
-    rows = [int(row) for row in answers.hardest(HARDEST) if not right[row] and answers.score[row] >= SURE]
-    return [answers.place(row) for row in rows]
+    is_correct = answers.is_correct
+    rows = [
+        int(row)
+        for row in answers.hardest_rows(HARDEST_ROWS)
+        if not is_correct[row] and answers.score[row] >= MIN_SUSPECT_CONFIDENCE
+    ]
+    return [answers.format_location(row) for row in rows]

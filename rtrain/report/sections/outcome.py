@@ -1,257 +1,318 @@
-"""The outcome, before all else: the scores beside the baselines, what is wrong most, and what to do next."""
+"""The outcome: scores and baselines, the worst mistakes, and recommendations."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from rtrain.metrics import per_class
-from rtrain.metrics.registry import metric_for
-from rtrain.report.collect import Collected
+from rtrain.metrics.registry import get_metric
+from rtrain.report.collect import RunData
 from rtrain.report.drawing.blocks import Block, Note, Section, Table, Tile
-from rtrain.report.drawing.svg import duration, number, rate, score_name, short, three
+from rtrain.report.drawing.svg import (
+    format_duration,
+    format_number,
+    format_rate,
+    format_significant,
+    humanize_score_name,
+    truncate,
+)
 from rtrain.report.outputs import entities
 from rtrain.report.sections import answers, next_steps, slices
 
-EACH, HARDEST = 3, 10
-"""Lines of each kind in the table of what is wrong, and of the hardest rows."""
-TEXT = 160
-"""Characters of a row's text."""
-PLACE = 90
-"""Characters of the place that a row came from."""
+LINES_PER_KIND, HARDEST_ROWS = 3, 10
+"""Lines per kind in the table of mistakes, and for the hardest rows."""
+MAX_TEXT_CHARS = 160
+"""Characters of a shown text."""
+MAX_LOCATION_CHARS = 90
+"""Characters of a shown location."""
 
 
-def section(run: Collected) -> Section:
-    blocks = [_scores(run), *_collapsed(run), *_wrong(run), next_steps.block(run)]
-    return Section("outcome", "Outcome", _intro(run), blocks)
+def build_section(run: RunData) -> Section:
+    blocks = [
+        _build_score_table(run),
+        *_build_collapsed_notes(run),
+        *_build_mistake_table(run),
+        next_steps.build_block(run),
+    ]
+    return Section("outcome", "Outcome", _format_intro(run), blocks)
 
 
-def _collapsed(run: Collected) -> list[Block]:
-    """That almost all rows get one answer."""
-    found = (run.scores or {}).get("collapsed", ())
+def _build_collapsed_notes(run: RunData) -> list[Block]:
+    """Warn that almost all rows get one answer."""
+    entries = (run.scores or {}).get("collapsed", ())
     return [
         Note(
-            f"The model answers “{short(one['answer'], 60)}” to {one['rows']:,} of {one['of']:,} rows, and to "
-            f"{one['given']:,} of the {one['others']:,} whose right answer is another one: it hardly tells rows apart."
+            f"The model answers “{truncate(entry['answer'], 60)}” to {entry['rows']:,} of {entry['total_rows']:,} "
+            "rows, "
+            "and to "
+            f"{entry['other_rows_with_answer']:,} of the {entry['other_rows']:,} whose right answer is another one: it "
+            "hardly tells rows "
+            "apart."
         )
-        for one in found
+        for entry in entries
     ]
 
 
-def tiles(run: Collected) -> list[Tile]:
-    """The figures that a reader looks for first: the score, how the run ended, what it cost."""
-    found = run.summary
-    shown = [Tile(f"{split} {name}", f"{value:.4f}", note) for split, name, value, note in _headlines(run)[:1]]
-    shown += [
-        Tile("status", found["status"], f"{len(run.starts)} start{'' if len(run.starts) == 1 else 's'}"),
-        Tile(
-            "updates",
-            f"{found['updates']:,}",
-            f"best: {found['best_update'] if found['best_update'] is not None else '-'}",
-        ),
-        Tile("rows trained on", f"{found['rows_seen']:,}", f"{rate(found['rows_per_second'])} rows/s while training"),
-        Tile(
-            "total time", duration(found["seconds"]["total"]), f"{duration(found['seconds']['train'])} of it training"
-        ),
-        Tile("restarts", str(found["restarts"]), _restarts(run)),
+def build_tiles(run: RunData) -> list[Tile]:
+    """Headline figures: score, status, cost."""
+    summary = run.summary
+    shown_tiles = [
+        Tile(f"{split} {name}", f"{value:.4f}", note) for split, name, value, note in _list_headlines(run)[:1]
     ]
-    return shown
+    shown_tiles += [
+        Tile("status", summary["status"], f"{len(run.attempts)} start{'' if len(run.attempts) == 1 else 's'}"),
+        Tile(
+            "steps",
+            f"{summary['steps']:,}",
+            f"best: {summary['best_step'] if summary['best_step'] is not None else '-'}",
+        ),
+        Tile(
+            "rows trained on",
+            f"{summary['rows_seen']:,}",
+            f"{format_rate(summary['rows_per_second'])} rows/s while training",
+        ),
+        Tile(
+            "total time",
+            format_duration(summary["seconds"]["total"]),
+            f"{format_duration(summary['seconds']['train'])} of it training",
+        ),
+        Tile("restarts", str(summary["restarts"]), _describe_restarts(run)),
+    ]
+    return shown_tiles
 
 
-def _restarts(run: Collected) -> str:
-    lost = sum(event["cause"] == "lost" for event in run.of("crashed"))
-    crashes = f"{len(run.of('crashed')) - lost} after a crash"
+def _describe_restarts(run: RunData) -> str:
+    lost = sum(event["cause"] == "node_lost" for event in run.events_of_kind("crashed"))
+    crashes = f"{len(run.events_of_kind('crashed')) - lost} after a crash"
     return f"{crashes}, {lost} after a lost node" if lost else crashes
 
 
-def _intro(run: Collected) -> str:
+def _format_intro(run: RunData) -> str:
     recipe = run.config.recipe
     workers = run.summary["workers"] or recipe.train.workers
-    on = f" on {run.summary['device']}" if run.summary["device"] else ""
-    rows = f"{run.store.rows('train'):,} training rows" if run.store else "its training rows"
-    laid_out = [f" The forecast of memory chose {event['why']}." for event in run.of("strategy")[-1:]]
+    device_text = f" on {run.summary['device']}" if run.summary["device"] else ""
+    rows = f"{run.store.num_rows('train'):,} training rows" if run.store else "its training rows"
+    strategy_text = [
+        f" The forecast of memory chose {event['reason']}." for event in run.events_of_kind("strategy")[-1:]
+    ]
     return (
-        f"The recipe {recipe.name} fine-tunes the encoder {short(recipe.model.name, 60)} for {recipe.train.epochs} "
-        f"epoch{'' if recipe.train.epochs == 1 else 's'} of {rows}, {recipe.rows_per_update} rows per update, on "
-        f"{workers} worker{'' if workers == 1 else 's'}{on} in {run.summary['precision'] or recipe.train.precision}."
-        f"{''.join(laid_out)}"
+        f"The recipe {recipe.name} fine-tunes the encoder {truncate(recipe.model.name, 60)} for {recipe.train.epochs} "
+        f"epoch{'' if recipe.train.epochs == 1 else 's'} of {rows}, {recipe.global_batch_size} rows per step, on "
+        f"{workers} worker{'' if workers == 1 else 's'}{device_text} in "
+        f"{run.summary['precision'] or recipe.train.precision}."
+        f"{''.join(strategy_text)}"
     )
 
 
 # -------------------------------------------------------------------------------------------------------------- scores
 
 
-def _sign(run: Collected) -> tuple[str, int]:
-    """(the headline as a reader knows it, 1 or -1): of the negative of an error, the error."""
-    name = metric_for(run.output).headline
-    return score_name(name.removeprefix("neg_")), -1 if name.startswith("neg_") else 1
+def _headline_name_and_sign(run: RunData) -> tuple[str, int]:
+    """Return (display name of the headline, sign): -1 for a negated error."""
+    name = get_metric(run.output).headline
+    return humanize_score_name(name.removeprefix("neg_")), -1 if name.startswith("neg_") else 1
 
 
-def _headlines(run: Collected) -> list[tuple[str, str, float, str]]:
-    """(split, score, value, its 95 % interval or its rows), of the test rows first."""
-    (shown, sign), found = _sign(run), []
-    for split, name in answers.SPLITS.items():
-        scores, headline = next_steps.metrics(run, split), metric_for(run.output).headline
+def _list_headlines(run: RunData) -> list[tuple[str, str, float, str]]:
+    """List (split, score, value, its 95 % interval or its rows), the test rows first."""
+    (score_label, sign), headlines = _headline_name_and_sign(run), []
+    for split, name in answers.SPLIT_NAMES.items():
+        scores, headline = next_steps.best_metrics(run, split), get_metric(run.output).headline
         if headline not in scores:
             continue
-        ends = _interval(run, split, headline, sign)
+        ends = _find_interval(run, split, headline, sign)
         note = "95 % interval {:.3f} to {:.3f}".format(*ends) if ends else f"{scores.get('rows', 0):,} rows"
-        found.append((name, shown, sign * float(scores[headline]), note))
-    return found
+        headlines.append((name, score_label, sign * float(scores[headline]), note))
+    return headlines
 
 
-def _interval(run: Collected, split: str, headline: str, sign: int) -> tuple[float, float] | None:
-    """Ends of the bootstrap interval; None where all rows are alike, which says nothing of other rows."""
-    ends = (next_steps.scores_of(run, split) or {}).get("intervals", {}).get("scores", {}).get(headline)
+def _find_interval(run: RunData, split: str, headline: str, sign: int) -> tuple[float, float] | None:
+    """Ends of the bootstrap interval; None if all rows are equal, since the interval is then empty."""
+    ends = (next_steps.find_scores(run, split) or {}).get("intervals", {}).get("scores", {}).get(headline)
     if not ends or ends[0] == ends[1]:
         return None
     low, high = sorted(sign * float(end) for end in ends)
     return low, high
 
 
-def _scores(run: Collected) -> Block:
-    headline, (shown, sign) = metric_for(run.output).headline, _sign(run)
+def _build_score_table(run: RunData) -> Block:
+    headline, (score_label, sign) = get_metric(run.output).headline, _headline_name_and_sign(run)
     rows: list[Sequence[str | int]] = []
-    for split, name in answers.SPLITS.items():
-        scores = next_steps.metrics(run, split)
+    for split, name in answers.SPLIT_NAMES.items():
+        scores = next_steps.best_metrics(run, split)
         if headline not in scores:
             continue
-        ends = _interval(run, split, headline, sign)
-        between = "{:.4f} to {:.4f}".format(*ends) if ends else "-"
-        rows.append((name, "this model", f"{sign * scores[headline]:.4f}", between))
-        known = run.summary["overlap"].get(split) or {}
-        if headline in (known.get("without") or {}):
-            without = f"this model, without the {known['seen']:,} rows that are training rows too"
-            rows.append((name, without, f"{sign * known['without'][headline]:.4f}", "-"))
-        beside = next_steps.beside_baselines(run, split)
-        if beside is not None and beside is not next_steps.scores_of(run, split) and headline in beside["scores"]:
-            same = f"this model, on the {beside['rows']:,} rows of the baselines"
-            rows.append((name, same, f"{sign * beside['scores'][headline]:.4f}", "-"))
+        ends = _find_interval(run, split, headline, sign)
+        interval_text = "{:.4f} to {:.4f}".format(*ends) if ends else "-"
+        rows.append((name, "this model", f"{sign * scores[headline]:.4f}", interval_text))
+        overlap = run.summary["overlap"].get(split) or {}
+        if headline in (overlap.get("scores_without") or {}):
+            overlap_label = f"this model, without the {overlap['training_rows']:,} rows that are training rows too"
+            rows.append((name, overlap_label, f"{sign * overlap['scores_without'][headline]:.4f}", "-"))
+        sample_scores = next_steps.scores_on_baseline_rows(run, split)
+        if (
+            sample_scores is not None
+            and sample_scores is not next_steps.find_scores(run, split)
+            and headline in sample_scores["scores"]
+        ):
+            sample_label = f"this model, on the {sample_scores['rows']:,} rows of the baselines"
+            rows.append((name, sample_label, f"{sign * sample_scores['scores'][headline]:.4f}", "-"))
         rows += [
             (name, other, f"{sign * value:.4f}", "-")
-            for other, value in sorted(next_steps.baselines(run, split), key=lambda one: -one[1])
+            for other, value in sorted(next_steps.list_baselines(run, split), key=lambda baseline: -baseline[1])
         ]
     if not rows:
-        return Note("There is no score yet: the run has not come to an evaluation.")
+        return Note("There is no score yet: the run has no evaluation.")
     direction = "smaller is better" if sign < 0 else "larger is better"
-    note = (
-        f"The score by which models are compared ({direction}). The validation rows choose the weights; the test rows "
-        "do not."
-    )
+    note = f"The headline score ({direction}). The validation rows choose the weights; the test rows do not."
     if run.baselines is None and run.output != "summary":
-        note += " No baseline was measured: that is done for labels, numbers, tags and spans once the run has ended."
+        note += " No baseline was measured. Finished runs with labels, numbers, tags or spans have baselines."
     elif run.baselines is not None and run.store is not None:
-        used, every = run.baselines["trained_on"], run.store.labelled("train")
-        note += f" Baselines learned from {used:,} of the {every:,} training rows." if used < every else ""
-    return Table(_verdict(run, shown, sign), ("rows", "model", shown, "95 % interval"), rows, note, wide=True)
+        training_rows, labeled_rows = run.baselines["training_rows"], run.store.num_labeled("train")
+        note += (
+            f" Baselines learned from {training_rows:,} of the {labeled_rows:,} training rows."
+            if training_rows < labeled_rows
+            else ""
+        )
+    return Table(
+        _format_verdict(run, score_label, sign), ("rows", "model", score_label, "95 % interval"), rows, note, wide=True
+    )
 
 
-def _verdict(run: Collected, shown: str, sign: int) -> str:
-    split, _, value, _ = _headlines(run)[0]
-    key = next(key for key, name in answers.SPLITS.items() if name == split)
-    title, found = f"{split.capitalize()} {shown} {three(value)}", next_steps.compared(run, key)
-    if found is None:
+def _format_verdict(run: RunData, score_label: str, sign: int) -> str:
+    split, _, value, _ = _list_headlines(run)[0]
+    key = next(key for key, name in answers.SPLIT_NAMES.items() if name == split)
+    title, comparison = (
+        f"{split.capitalize()} {score_label} {format_significant(value)}",
+        next_steps.compare_with_baseline(run, key),
+    )
+    if comparison is None:
         return title
-    side = {True: "ahead of", False: "NOT ahead of", None: "not told apart from"}[found.is_ahead]
-    of_sample = next_steps.beside_baselines(run, key) is not next_steps.scores_of(run, key)
-    some = f", {three(sign * found.score)} of the model on the same rows" if of_sample else ""
-    return f"{title}, {side} the best baseline ({found.name}: {three(sign * found.reached)}{some})"
+    relation = {True: "ahead of", False: "NOT ahead of", None: "not significantly different from"}[comparison.is_ahead]
+    is_sample = next_steps.scores_on_baseline_rows(run, key) is not next_steps.find_scores(run, key)
+    sample_text = f", {format_significant(sign * comparison.score)} of the model on the same rows" if is_sample else ""
+    return (
+        f"{title}, {relation} the best baseline ({comparison.baseline_name}: "
+        f"{format_significant(sign * comparison.baseline_score)}{sample_text})"
+    )
 
 
-# ------------------------------------------------------------------------------------------------------ what is wrong
+# ------------------------------------------------------------------------------------------------------------ mistakes
 
 
-def _wrong(run: Collected) -> list[Block]:
-    rows = [*_slices(run), *_labels(run), *_pairs(run), *_of_kind(run), *_hardest(run)]
+def _build_mistake_table(run: RunData) -> list[Block]:
+    rows = [
+        *_worst_slices(run),
+        *_worst_labels(run),
+        *_confused_pairs(run),
+        *_output_specific_mistakes(run),
+        *_hardest_rows(run),
+    ]
     if not rows:
         return []
-    note = "The worst of each kind; the parts below have all of them, with how they are measured."
-    return [Table("What is wrong most", ("where", "which", "how bad"), rows, note, wide=True)]
+    note = "The worst of each kind. The sections below have all of them."
+    return [Table("Worst mistakes", ("kind", "where", "how bad"), rows, note, wide=True)]
 
 
-def _slices(run: Collected) -> list[tuple[str, str, str]]:
+def _worst_slices(run: RunData) -> list[tuple[str, str, str]]:
     if run.scores is None or not run.scores["rows"]:
         return []
-    whole, found = slices.measure(run.scores), slices.told(run, slices.slices(run.scores))
-    worse = [one for one, said in zip(found, slices.verdicts(found, whole), strict=True) if said == "worse"]
+    headline, score_slices = (
+        slices.measure_headline(run.scores),
+        slices.drop_empty_slices(run, slices.list_slices(run.scores)),
+    )
+    worse = [
+        score_slice
+        for score_slice, verdict in zip(score_slices, slices.judge_slices(score_slices, headline), strict=True)
+        if verdict == "worse"
+    ]
     return [
         (
             "slice",
-            short(one.name, 60),
-            f"{whole.name} {three(one.value)} on {one.rows:,} rows, {three(whole.whole)} on all",
+            truncate(score_slice.name, 60),
+            f"{headline.name} {format_significant(score_slice.value)} on {score_slice.rows:,} rows, "
+            f"{format_significant(headline.overall_value)} on all",
         )
-        for one in worse[:EACH]
+        for score_slice in worse[:LINES_PER_KIND]
     ]
 
 
-def _labels(run: Collected) -> list[tuple[str, str, str]]:
+def _worst_labels(run: RunData) -> list[tuple[str, str, str]]:
     kind, rare = "type of entity" if run.output == "tags" else "label", next_steps.rare_labels(run)
-    few = [
-        (kind, short(one["class"], 60), f"{per_class.TOO_FEW}: {one['support']:,}, recall {one['recall']:.2f}")
-        for one in rare[:EACH]
-    ]
-    if len(rare) > EACH:
-        few.append((kind, f"{len(rare) - EACH:,} more", per_class.TOO_FEW))
-    return few + [
+    label_rows = [
         (
             kind,
-            short(name, 60),
-            f"F1 {one['f1']:.2f} (precision {one['precision']:.2f}, recall {one['recall']:.2f}) on {one['support']:,}",
+            truncate(score_slice["class"], 60),
+            f"{per_class.TOO_FEW_ROWS}: {score_slice['support']:,}, recall {score_slice['recall']:.2f}",
         )
-        for name, one in next_steps.worst_labels(run)[:EACH]
-        if one["f1"] < 1
+        for score_slice in rare[:LINES_PER_KIND]
+    ]
+    if len(rare) > LINES_PER_KIND:
+        label_rows.append((kind, f"{len(rare) - LINES_PER_KIND:,} more", per_class.TOO_FEW_ROWS))
+    return label_rows + [
+        (
+            kind,
+            truncate(name, 60),
+            f"F1 {label_scores['f1']:.2f} (precision {label_scores['precision']:.2f}, recall "
+            f"{label_scores['recall']:.2f}) on {label_scores['support']:,}",
+        )
+        for name, label_scores in next_steps.worst_labels(run)[:LINES_PER_KIND]
+        if label_scores["f1"] < 1
     ]
 
 
-def _pairs(run: Collected) -> list[tuple[str, str, str]]:
+def _confused_pairs(run: RunData) -> list[tuple[str, str, str]]:
     return [
-        ("confusion", f"{short(true, 40)} → {short(said, 40)}", f"{rows:,} row{'' if rows == 1 else 's'}")
-        for true, said, rows in next_steps.confused_pairs(run)[:EACH]
+        ("confusion", f"{truncate(true, 40)} → {truncate(predicted, 40)}", f"{rows:,} row{'' if rows == 1 else 's'}")
+        for true, predicted, rows in next_steps.confused_pairs(run)[:LINES_PER_KIND]
     ]
 
 
-def _of_kind(run: Collected) -> list[tuple[str, str, str]]:
-    """What only questions and summaries have."""
-    found: dict[str, Any] = (run.scores or {"tables": {}})["tables"]
+def _output_specific_mistakes(run: RunData) -> list[tuple[str, str, str]]:
+    """Mistakes that only questions and summaries have."""
+    tables: dict[str, Any] = (run.scores or {"tables": {}})["tables"]
     rows = []
-    if run.output == "spans" and found.get("by_length"):
-        worst = min(found["by_length"], key=lambda one: float(one["f1"]))
+    if run.output == "spans" and tables.get("by_length"):
+        worst = min(tables["by_length"], key=lambda length_bucket: float(length_bucket["f1"]))
         length = " to ".join(str(end) for end in sorted({worst["low"], worst["high"]})) + " tokens"
         rows.append(("length of the answer", length, f"F1 {worst['f1']:.2f} on {worst['rows']:,} questions"))
-    if run.output == "summary" and "beside_lead" in found:
-        sides = found["beside_lead"]
-        every = sum(sides.values())
-        rows.append(("summaries", "worse than the first sentences", f"{sides['worse']:,} of {every:,}"))
+    if run.output == "summary" and "compared_with_lead" in tables:
+        outcomes = tables["compared_with_lead"]
+        total = sum(outcomes.values())
+        rows.append(("summaries", "worse than the first sentences", f"{outcomes['worse']:,} of {total:,}"))
     return rows
 
 
-def _hardest(run: Collected) -> list[tuple[str, str, str]]:
-    known = run.answers
-    if known is None:
+def _hardest_rows(run: RunData) -> list[tuple[str, str, str]]:
+    answer_rows = run.answers
+    if answer_rows is None:
         return []
-    rows = [int(row) for row in known.hardest(4 * HARDEST)]
-    if run.output not in ("number", "tokens", "summary"):  # a hard row whose answer is right is no mistake
-        rows = [row for row in rows if not known.right[row]]
-    rows, found = rows[:HARDEST], list[tuple[str, str, str]]()
-    for row, text in zip(rows, known.texts(rows), strict=True):
-        place = known.place(row)
-        place = place if len(place) <= PLACE else f"...{place[3 - PLACE :]}"  # its end names the file and the line
-        found.append(("hardest row", f"{short(text, TEXT)} ({place})", _mistake(run, row)))
-    return found
+    rows = [int(row) for row in answer_rows.hardest_rows(4 * HARDEST_ROWS)]
+    if run.output not in ("number", "tokens", "summary"):  # a correct answer is no mistake
+        rows = [row for row in rows if not answer_rows.is_correct[row]]
+    rows, lines = rows[:HARDEST_ROWS], list[tuple[str, str, str]]()
+    for row, text in zip(rows, answer_rows.read_texts(rows), strict=True):
+        place = answer_rows.format_location(row)
+        place = (
+            place if len(place) <= MAX_LOCATION_CHARS else f"...{place[3 - MAX_LOCATION_CHARS :]}"
+        )  # the end has file and line
+        lines.append(("hardest row", f"{truncate(text, MAX_TEXT_CHARS)} ({place})", _describe_mistake(run, row)))
+    return lines
 
 
-def _mistake(run: Collected, row: int) -> str:
-    known = run.answers
-    assert known is not None  # _hardest
-    loss = f"loss {number(float(known.loss[row]))}"
+def _describe_mistake(run: RunData, row: int) -> str:
+    answer_rows = run.answers
+    assert answer_rows is not None  # by `_hardest_rows`
+    loss = f"loss {format_number(float(answer_rows.loss[row]))}"
     if run.output in ("tokens", "summary"):
         return loss
     if run.output == "tags":
-        sides = [entities.named(side[row]) for side in (known.target, known.prediction)]
+        answer_texts = [entities.describe_entities(side[row]) for side in (answer_rows.target, answer_rows.prediction)]
     else:
-        sides = [_said(side[row]) for side in (known.target, known.prediction)]
-    return f"{short(sides[0], 80)} answered as {short(sides[1], 80)}, {loss}"
+        answer_texts = [_format_answer(side[row]) for side in (answer_rows.target, answer_rows.prediction)]
+    return f"{truncate(answer_texts[0], 80)} predicted as {truncate(answer_texts[1], 80)}, {loss}"
 
 
-def _said(value: Any) -> str:
+def _format_answer(value: Any) -> str:
     if isinstance(value, float):
-        return number(value)
+        return format_number(value)
     return value or "nothing" if isinstance(value, str) else ", ".join(str(part) or "-" for part in value) or "nothing"

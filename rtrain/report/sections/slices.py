@@ -1,33 +1,33 @@
-"""Where the model is worse than on the whole: scores by length and by every further column of the rows."""
+"""Scores by length and by slice column, against the score of all rows."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtrain.metrics.slices import LEAST, quantiles
+from rtrain.metrics.slices import MIN_ROWS, bin_by_quantile
 from rtrain.report import stats
-from rtrain.report.collect import Collected
+from rtrain.report.collect import RunData
 from rtrain.report.drawing.blocks import Block, Note, Section, Table
-from rtrain.report.drawing.svg import score_name, short, three
+from rtrain.report.drawing.svg import format_significant, humanize_score_name, truncate
 
 ALPHA = 0.05
-"""A slice with a smaller corrected p differs by more than chance."""
+"""Significance level of the corrected p."""
 LENGTH = "length"
-"""The slices by tokens in scores-<split>.json."""
-SHOWN = 15
+"""Name of the slices by tokens in scores-<split>.json."""
+MAX_SHOWN_SLICES = 15
 
-COUNTS: dict[str, Callable[[Any, Any], bool]] = {
-    "classes": lambda true, said: True,
-    "labels": lambda true, said: bool(len(true) or len(said)),
-    "heads": lambda true, said: any(true),
-    "tags": lambda true, said: {*true, *said} != {"O"},
+COUNTED_ROW_RULES: dict[str, Callable[[Any, Any], bool]] = {
+    "classes": lambda true, predicted: True,
+    "labels": lambda true, predicted: bool(len(true) or len(predicted)),
+    "heads": lambda true, predicted: any(true),
+    "tags": lambda true, predicted: {*true, *predicted} != {"O"},
 }
-"""Whether a row counts in the score of its slice, by its target and its answer; other kinds count every row."""
+"""Whether a row counts in the score of its slice, by target and prediction; other outputs count all rows."""
 
 
 @dataclass(frozen=True)
-class Slice:
+class ScoreSlice:
     name: str
     rows: int
     value: float
@@ -35,127 +35,142 @@ class Slice:
 
 
 @dataclass(frozen=True)
-class Measure:
-    """The headline as a reader knows it: an error where the headline is the negative of one."""
+class HeadlineMeasure:
+    """The headline score for display: an error instead of its negative."""
 
     name: str
     sign: int
-    whole: float
-    """Its value over all rows."""
+    overall_value: float
+    """Value over all rows."""
 
     @property
     def larger_is_better(self) -> bool:
         return self.sign > 0
 
 
-def section(run: Collected) -> Section | None:
+def build_section(run: RunData) -> Section | None:
     if run.answers is None or run.scores is None:
         return None
-    blocks = _worst(told(run, slices(run.scores)), measure(run.scores))
-    blocks += _unjudged(told(run, slices(run.scores, judged=False)))
+    blocks = _build_worst_table(drop_empty_slices(run, list_slices(run.scores)), measure_headline(run.scores))
+    blocks += _build_unjudged_note(drop_empty_slices(run, list_slices(run.scores, is_judged=False)))
     if not blocks:
         return None
     intro = (
-        "A score over all rows can hide a group of rows that the model fails on. Slices are quarters by length "
+        "A score over all rows can hide a group of rows with bad scores. Slices are quarters by length "
         "(in tokens) and the values of every further column that the recipe names (data.slices)."
     )
     return Section("slices", "Slices", intro, blocks)
 
 
-def measure(scores: dict[str, Any]) -> Measure:
+def measure_headline(scores: dict[str, Any]) -> HeadlineMeasure:
     name = scores["headline"]
     sign = -1 if name.startswith("neg_") else 1
-    return Measure(score_name(name.removeprefix("neg_")), sign, sign * scores["scores"][name])
+    return HeadlineMeasure(humanize_score_name(name.removeprefix("neg_")), sign, sign * scores["scores"][name])
 
 
-def slices(scores: dict[str, Any], judged: bool = True) -> list[Slice]:
-    """The slices with at least `LEAST` rows, the worst first; or, not `judged`, those with fewer."""
-    name, chosen = scores["headline"], measure(scores)
-    found = []
-    for column, every in scores["slices"].items():
-        if len(every) < 2:  # all rows have one value, or so many that all are rare: nothing to compare
+def list_slices(scores: dict[str, Any], is_judged: bool = True) -> list[ScoreSlice]:
+    """List the slices with at least `MIN_ROWS` rows, the worst first; without `is_judged` the smaller slices."""
+    name, headline = scores["headline"], measure_headline(scores)
+    score_slices = []
+    for column, entries in scores["slices"].items():
+        if len(entries) < 2:  # a single value, or only rare values: nothing to compare
             continue
-        for one in every:
-            if (one["rows"] >= LEAST) != judged or name not in one["scores"]:
+        for entry in entries:
+            if (entry["rows"] >= MIN_ROWS) != is_judged or name not in entry["scores"]:
                 continue
-            value = chosen.sign * one["scores"][name]
+            value = headline.sign * entry["scores"][name]
             ends = None
-            if name == "accuracy":  # a share: resampled rows that are all right would seem to be sure of it
-                ends = stats.wilson(round(value * one["rows"]), one["rows"])
-            elif "interval" in one:
-                low, high = sorted(chosen.sign * end for end in one["interval"])
+            if name == "accuracy":  # a share: resamples of all-correct rows have no spread
+                ends = stats.wilson_interval(round(value * entry["rows"]), entry["rows"])
+            elif "interval" in entry:
+                low, high = sorted(headline.sign * end for end in entry["interval"])
                 ends = (low, high)
-            # Small values are merged, and a slice of them may be small still: then their own names say more.
-            known = ", ".join(one["examples"]) if "merged" in one and not judged else one["value"]
-            found.append(Slice(f"{column}: {known or '(empty)'}", one["rows"], value, ends))
-    return sorted(found, key=lambda one: chosen.sign * one.value)
+            # A merged slice may still be small; then the names of its values are more useful.
+            value_text = ", ".join(entry["examples"]) if "merged" in entry and not is_judged else entry["value"]
+            score_slices.append(ScoreSlice(f"{column}: {value_text or '(empty)'}", entry["rows"], value, ends))
+    return sorted(score_slices, key=lambda score_slice: headline.sign * score_slice.value)
 
 
-def told(run: Collected, found: Sequence[Slice]) -> list[Slice]:
-    """The slices without those in which nothing counts, no entity or label that is true or given, no row inside of the
-    classes: their score is 0, and yet nothing is wrong there."""
+def drop_empty_slices(run: RunData, slices: Sequence[ScoreSlice]) -> list[ScoreSlice]:
+    """Drop slices without a counted row (no true or predicted entity or label, no in-scope row): their score of 0 is no
+    mistake."""
     answers = run.answers
-    if answers is None or run.output not in COUNTS:
-        return list(found)
-    columns = {LENGTH: quantiles(answers.tokens), **answers.slices}
-    counts, outside = COUNTS[run.output], run.config.recipe.data.outside
+    if answers is None or run.output not in COUNTED_ROW_RULES:
+        return list(slices)
+    columns = {LENGTH: bin_by_quantile(answers.tokens), **answers.slices}
+    counts, outside = COUNTED_ROW_RULES[run.output], run.config.recipe.data.out_of_scope_label
     pairs = zip(answers.target, answers.prediction, strict=True)
-    some = [counts(true, said) and not (outside and true == outside) for true, said in pairs]
-    empty = set()
+    is_counted_row = [counts(true, predicted) and not (outside and true == outside) for true, predicted in pairs]
+    empty_names = set()
     for column, values in columns.items():
-        full = {value for value, is_counted in zip(values, some, strict=True) if is_counted}
-        empty |= {f"{column}: {one or '(empty)'}" for one in {*values} - full}
-    return [one for one in found if one.name not in empty]
+        counted_values = {value for value, is_counted in zip(values, is_counted_row, strict=True) if is_counted}
+        empty_names |= {f"{column}: {value or '(empty)'}" for value in {*values} - counted_values}
+    return [score_slice for score_slice in slices if score_slice.name not in empty_names]
 
 
-def _worst(found: Sequence[Slice], whole: Measure) -> list[Block]:
-    worst = found[:SHOWN]
-    if len(found) < 2:
+def _build_worst_table(slices: Sequence[ScoreSlice], headline: HeadlineMeasure) -> list[Block]:
+    worst = slices[:MAX_SHOWN_SLICES]
+    if len(slices) < 2:
         return []
-    said = verdicts(found, whole)
+    slice_verdicts = judge_slices(slices, headline)
     note = (
         "95 % intervals of each slice alone. The verdicts are corrected for the number of slices, by Holm's "
-        f"method. Slices of {LEAST} rows or more, the worst first."
+        f"method. Slices of {MIN_ROWS} rows or more, the worst first."
     )
-    weak = next((one for one, verdict in zip(found, said, strict=True) if verdict == "worse"), None)
-    title = "No slice is worse than all rows beyond chance"
+    weak = next(
+        (score_slice for score_slice, verdict in zip(slices, slice_verdicts, strict=True) if verdict == "worse"), None
+    )
+    title = "No slice is significantly worse than all rows"
     if weak is not None:
-        title = f"Worst slice: {short(weak.name, 40)}, {whole.name} {three(weak.value)} against {three(whole.whole)}"
+        title = (
+            f"Worst slice: {truncate(weak.name, 40)}, {headline.name} {format_significant(weak.value)} against "
+            f"{format_significant(headline.overall_value)}"
+        )
     rows = [
         (
-            short(one.name, 60),
-            one.rows,
-            f"{one.value:.3f}",
-            "{:.3f} to {:.3f}".format(*one.interval) if one.interval else "-",
+            truncate(score_slice.name, 60),
+            score_slice.rows,
+            f"{score_slice.value:.3f}",
+            "{:.3f} to {:.3f}".format(*score_slice.interval) if score_slice.interval else "-",
             verdict,
         )
-        for one, verdict in zip(worst, said, strict=False)
+        for score_slice, verdict in zip(worst, slice_verdicts, strict=False)
     ]
-    return [Table(title, ("slice", "rows", whole.name, "95 % interval", "vs. all"), rows, note, wide=True)]
+    return [Table(title, ("slice", "rows", headline.name, "95 % interval", "vs. all"), rows, note, wide=True)]
 
 
-def _unjudged(found: Sequence[Slice]) -> list[Block]:
-    """The slices whose rows are too few to say anything: they are named, so that nobody takes them for sound."""
-    if not found:
+def _build_unjudged_note(slices: Sequence[ScoreSlice]) -> list[Block]:
+    """List the slices with too few rows, which are not judged."""
+    if not slices:
         return []
-    named = ", ".join(f"{short(one.name, 60)} ({one.rows} rows, {three(one.value)})" for one in found[:SHOWN])
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    have = "1 slice has" if len(found) == 1 else f"{len(found)} slices have"
-    return [Note(f"{have} fewer than {LEAST} rows: not judged: {named}{more}.")]
+    slices_text = ", ".join(
+        f"{truncate(score_slice.name, 60)} ({score_slice.rows} rows, {format_significant(score_slice.value)})"
+        for score_slice in slices[:MAX_SHOWN_SLICES]
+    )
+    more_text = f" and {len(slices) - MAX_SHOWN_SLICES} more" if len(slices) > MAX_SHOWN_SLICES else ""
+    subject = "1 slice has" if len(slices) == 1 else f"{len(slices)} slices have"
+    return [Note(f"{subject} fewer than {MIN_ROWS} rows: not judged: {slices_text}{more_text}.")]
 
 
-def verdicts(found: Sequence[Slice], whole: Measure) -> list[str]:
-    """Each slice against all rows: alike, worse or better beyond chance, or - without an interval. The p of a slice is
-    that of its interval, whose ends are 1.96 standard errors away; it is corrected for the number of slices, by Holm's
-    method, as in a comparison of runs."""
-    judged = [(place, one.interval) for place, one in enumerate(found) if one.interval is not None]
+def judge_slices(slices: Sequence[ScoreSlice], headline: HeadlineMeasure) -> list[str]:
+    """Compare each slice with all rows: alike, worse or better (significantly), or `-` without an interval.
+
+    p follows from the interval, whose half-width is 1.96 standard errors, and is corrected by Holm's method.
+    """
+    intervals = [
+        (place, score_slice.interval) for place, score_slice in enumerate(slices) if score_slice.interval is not None
+    ]
     values = []
-    for place, (low, high) in judged:
-        gap = whole.whole - found[place].value
-        half = high - found[place].value if gap > 0 else found[place].value - low
-        values.append(math.erfc(1.96 * abs(gap) / half / math.sqrt(2)) if half else float(gap == 0))
-    said = ["-"] * len(found)
-    for (place, _), p in zip(judged, stats.holm(values), strict=True):
-        lower = found[place].value < whole.whole
-        said[place] = "alike" if p >= ALPHA else "worse" if lower == whole.larger_is_better else "better"
-    return said
+    for place, (low, high) in intervals:
+        difference = headline.overall_value - slices[place].value
+        half_width = high - slices[place].value if difference > 0 else slices[place].value - low
+        values.append(
+            math.erfc(1.96 * abs(difference) / half_width / math.sqrt(2)) if half_width else float(difference == 0)
+        )
+    slice_verdicts = ["-"] * len(slices)
+    for (place, _), p in zip(intervals, stats.holm_correction(values), strict=True):
+        is_lower = slices[place].value < headline.overall_value
+        slice_verdicts[place] = (
+            "alike" if p >= ALPHA else "worse" if is_lower == headline.larger_is_better else "better"
+        )
+    return slice_verdicts

@@ -1,145 +1,149 @@
-"""Where the time went."""
+"""The time of the run by phase, and its cost."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rtrain.report import cost
-from rtrain.report.collect import Collected, Event
+from rtrain.report.collect import Event, RunData
 from rtrain.report.drawing import charts
 from rtrain.report.drawing.blocks import Block, Figure, Note, Section, Table
-from rtrain.report.drawing.charts import Stacked
-from rtrain.report.drawing.svg import duration, rate
-from rtrain.report.summary import SECONDS, STATUSES, commands
-from rtrain.trainer.step_timing import PARTS
+from rtrain.report.drawing.charts import StackedBar
+from rtrain.report.drawing.svg import format_duration, format_rate
+from rtrain.report.summary import STATUSES, TIMED_PHASES, split_commands
+from rtrain.trainer.step_timing import STEP_PARTS
 
-MEANING = {
+PART_MEANINGS = {
     "setup": "workers: imports, model, store",
     "first_batch": "until the first rows arrive",
-    "train": "forward, backward, exchange, step",
+    "train": "forward, backward, gradient synchronization, optimizer",
     "evaluate": "scoring validation and test rows",
     "checkpoint": "copying weights for the writer",
-    "cut short": "starts without an end",
+    "cut short": "unfinished attempts",
     "input_wait": "waiting for rows while training",
 }
-LOST, REST = "cut short", "rest"
-LEAST = 5e-6
-"""Seconds of a part of an update that is drawn."""
-MOST_WORKERS = 16
+CUT_SHORT, REST = "cut short", "rest"
+MIN_SECONDS = 5e-6
+"""Least seconds of a drawn part of a step."""
+MAX_WORKERS = 16
 HOURS = (("worker-hours", "worker_hours"), ("core-hours", "core_hours"), ("GPU-hours", "gpu_hours"))
 
 
-def lost(log: Sequence[Event]) -> float:
-    """Seconds of the starts that did not come to an end, each counted up to the last event of its command: the hours
-    or days before a resume were no training."""
-    return sum(map(_lost, commands(log)))
+def sum_cut_short_seconds(log: Sequence[Event]) -> float:
+    """Sum the seconds of unfinished attempts, each up to the last event of its command (not up to a later resume)."""
+    return sum(map(_cut_short_seconds, split_commands(log)))
 
 
-def _lost(command: Sequence[Event]) -> float:
-    total, begun, last = 0.0, None, 0.0
+def _cut_short_seconds(command: Sequence[Event]) -> float:
+    total, started_at, last_time = 0.0, None, 0.0
     for event in [*command, {"kind": "started", "time": 0.0}]:
-        if event["kind"] == "started" and begun is not None:
-            total += last - begun
+        if event["kind"] == "started" and started_at is not None:
+            total += last_time - started_at
         if event["kind"] in ("started", "trained", *STATUSES, "crashed"):
-            if event["kind"] in ("crashed", *STATUSES) and begun is not None:
-                total += event["time"] - begun
-            begun = event["time"] if event["kind"] == "started" else None
-        last = event["time"]
+            if event["kind"] in ("crashed", *STATUSES) and started_at is not None:
+                total += event["time"] - started_at
+            started_at = event["time"] if event["kind"] == "started" else None
+        last_time = event["time"]
     return total
 
 
-def measured_updates(log: Sequence[Event]) -> int:
-    """Updates of the starts that came to an end, which are those whose seconds are known; at least 1."""
-    total, first = 0, 0
+def count_measured_steps(log: Sequence[Event]) -> int:
+    """Count the steps of finished attempts, whose seconds are known; at least 1."""
+    total, first_step = 0, 0
     for event in log:
         if event["kind"] == "started":
-            first = event["update"]
+            first_step = event["step"]
         elif event["kind"] == "trained":
-            total += event["updates"] - first
+            total += event["steps"] - first_step
     return max(1, total)
 
 
-def _stages(found: Sequence[Mapping[str, float]] | None) -> list[Block]:
-    """An update of each worker, by what it did; nothing before a start has come to its end."""
-    if not found:
+def _build_stage_chart(stages: Sequence[Mapping[str, float]] | None) -> list[Block]:
+    """Chart the parts of each worker's mean step; nothing before an attempt has ended."""
+    if not stages:
         return []
-    parts = [part for part in PARTS if any(worker[part] > LEAST for worker in found)]
-    shown = found[:MOST_WORKERS]
-    bars = [Stacked(f"worker {rank}", [1000 * worker[part] for part in parts]) for rank, worker in enumerate(shown)]
-    hidden = 1000 * sum(worker["hidden"] for worker in found) / len(found)
+    parts = [part for part in STEP_PARTS if any(worker[part] > MIN_SECONDS for worker in stages)]
+    shown_workers = stages[:MAX_WORKERS]
+    bars = [
+        StackedBar(f"worker {rank}", [1000 * worker[part] for part in parts])
+        for rank, worker in enumerate(shown_workers)
+    ]
+    hidden_ms = 1000 * sum(worker["hidden"] for worker in stages) / len(stages)
     note = (
-        "The mean update of the newest start that came to an end. Exchange: the worker stands still for gradients, "
-        f"also for slower workers; {hidden:,.1f} ms more went while it computed. rtrain profile has them one by one."
+        "The mean step of the newest finished attempt. Gradient synchronization: the worker waits for gradients, "
+        "also of "
+        f"slower workers; {hidden_ms:,.1f} ms more overlap with computation. rtrain profile has single steps."
     )
-    chart = charts.stacked(bars, [part.replace("_", " ") for part in parts], "milliseconds of an update")
-    return [Figure("What a worker does in an update", chart, note)]
+    chart = charts.draw_stacked_bars(bars, [part.replace("_", " ") for part in parts], "milliseconds of a step")
+    return [Figure("Parts of a step by worker", chart, note)]
 
 
-def _cost(found: Mapping[str, Any] | None) -> list[Block]:
-    if found is None:
+def _build_cost_table(document: Mapping[str, Any] | None) -> list[Block]:
+    if document is None:
         return []
-    rows = [(name, cost.figure(found[key])) for name, key in HOURS if found[key]]
-    money = "unknown" if found["money"] is None else cost.figure(found["money"])
-    rows.append(("money", money))
-    if found["tokens_per_money"]:
-        rows.append(("tokens for 1 of it", f"{found['tokens_per_money']:,}"))
-    if found["utilisation"] is not None:
-        rows.append(("cores busy while training", f"{100 * found['utilisation']:.0f} %"))
+    rows = [(name, cost.format_figure(document[key])) for name, key in HOURS if document[key]]
+    total_cost = "unknown" if document["cost"] is None else cost.format_figure(document["cost"])
+    rows.append(("cost", total_cost))
+    if document["tokens_per_cost"]:
+        rows.append(("tokens per unit of cost", f"{document['tokens_per_cost']:,}"))
+    if document["utilization"] is not None:
+        rows.append(("cores busy while training", f"{100 * document['utilization']:.0f} %"))
     note = "From the first line of each command's log to its last, with all cores of its workers' machines."
-    if found["money"] is None:
-        note += " The price of one of them or of the head is unknown: tune.price is that of a worker's hour."
+    if document["cost"] is None:
+        note += " The price of a machine is unknown; set tune.worker_cost_per_hour to the price of a worker's hour."
     else:
-        note += f" Money: at {found['price']}, the head included."
-    return [Table("What it cost", ("what", "how much"), rows, note)]
+        note += f" Cost: at {document['price']}, head included."
+    return [Table("Cost", ("measure", "value"), rows, note)]
 
 
-def section(run: Collected) -> Section:
-    found = run.summary["seconds"]
-    ends = run.of("trained")
+def build_section(run: RunData) -> Section:
+    seconds = run.summary["seconds"]
+    ends = run.events_of_kind("trained")
     if not ends:
-        return Section(
-            "time", "Time", "", [Note("No start of the run has come to its end yet: its seconds are not known.")]
-        )
-    parts = [(name, float(found[name])) for name in SECONDS]
-    cut_short, updates = lost(run.log), measured_updates(run.log)
+        return Section("time", "Time", "", [Note("No attempt has finished yet, so seconds are unknown.")])
+    phases = [(name, float(seconds[name])) for name in TIMED_PHASES]
+    cut_short, steps = sum_cut_short_seconds(run.events), count_measured_steps(run.events)
     if cut_short:
-        parts.append((LOST, cut_short))
-    parts.append((REST, max(0.0, found["total"] - sum(value for _, value in parts))))
-    share = 100 * found["train"] / max(1e-9, found["total"])
+        phases.append((CUT_SHORT, cut_short))
+    phases.append((REST, max(0.0, seconds["total"] - sum(value for _, value in phases))))
+    share = 100 * seconds["train"] / max(1e-9, seconds["total"])
     note = (
-        "Wall-clock seconds of rank 0. The rest: tokenising, starting Ray and its processes, writing artefact and "
+        "Wall-clock seconds of rank 0. The rest: tokenization, start of Ray and its processes, writing of artifact and "
         "report."
     )
     if cut_short:
-        note += " Cut short: starts that did not come to an end, whose seconds are not known one by one."
+        note += " Cut short: unfinished attempts, whose seconds by phase are unknown."
     rows = [
         (
             name,
-            MEANING.get(name, "all else"),
+            PART_MEANINGS.get(name, "all else"),
             f"{value:,.1f}",
-            f"{1000 * value / updates:,.1f}" if name in found else "-",
+            f"{1000 * value / steps:,.1f}" if name in seconds else "-",
         )
-        for name, value in parts
+        for name, value in phases
     ]
     padding = run.summary["padded_tokens"] / max(1, run.summary["real_tokens"])
     blocks: list[Block] = [
-        Figure(f"Training took {share:.0f} % of {duration(found['total'])}", charts.stack(parts, "s"), note),
-        Table(
-            "Seconds by part",
-            ("part", "what", "seconds", "ms per update"),
-            rows,
-            "Sums over the starts that came to an end; per update of these.",
+        Figure(
+            f"Training took {share:.0f} % of {format_duration(seconds['total'])}", charts.draw_stack(phases, "s"), note
         ),
-        *_stages(run.summary["stages"]),
-        *_cost(run.summary["cost"]),
+        Table(
+            "Seconds by phase",
+            ("phase", "description", "seconds", "ms per step"),
+            rows,
+            "Sums over the finished attempts.",
+        ),
+        *_build_stage_chart(run.summary["stages"]),
+        *_build_cost_table(run.summary["cost"]),
     ]
     intro = (
-        f"{rate(run.summary['rows_per_second'])} rows and {run.summary['real_tokens_per_second']:,.0f} real tokens per "
+        f"{format_rate(run.summary['rows_per_second'])} rows and {run.summary['real_tokens_per_second']:,.0f} real "
+        "tokens per "
         f"second of training; {padding:.2f} tokens computed for each real one (padding included), "
-        f"{run.summary['passes_per_update'] or 0:g} passes per update and worker."
+        f"{run.summary['micro_batches_per_step'] or 0:g} micro-batches per step and worker."
     )
-    exchanged = run.summary["exchange"]
-    if (error := exchanged["gradient_error"]) is not None:
-        intro += f" They were sent in fewer bits, with an error of {error:.1e} of their norm."
-    if sizes := exchanged["state_bytes"]:
-        intro += f" Each worker kept its share of the optimizer's state, {max(sizes) / 1e6:,.1f} MB at most."
+    gradient_sync = run.summary["gradient_sync"]
+    if (error := gradient_sync["gradient_error"]) is not None:
+        intro += f" Gradients were compressed with a relative error of {error:.1e}."
+    if sizes := gradient_sync["state_bytes"]:
+        intro += f" Each worker stored a shard of the optimizer state, {max(sizes) / 1e6:,.1f} MB at most."
     return Section("time", "Time", intro, blocks)

@@ -1,11 +1,11 @@
-"""The form of the file that carries a run to another machine: a tar of plain files, each under its SHA-256.
+"""Format of the file that moves a run to another machine: a tar of plain files with their SHA-256 digests.
 
 MANIFEST.json   first: the run's name, rtrain's version, and size and SHA-256 of every other file
-INSTALL.txt     with wheels: the commands for a machine that has nothing yet
-run/...         the run's artefacts, and what is told of it
-wheels/...      what answering needs, where it was asked for
+INSTALL.txt     with wheels: the commands for a machine without rtrain
+run/...         the run's artifacts and records
+wheels/...      optional: the packages for inference
 
-It holds no pickle: only kinds of files that nothing in rtrain, and nothing that loads an artefact, unpickles.
+It holds no pickle: no loader of rtrain or of an artifact unpickles these kinds of files.
 """
 
 from pathlib import Path, PurePosixPath
@@ -17,64 +17,80 @@ from rtrain.report.live import trackers
 from rtrain.runs.store import disk_usage
 
 SCHEMA_VERSION = 1
-RUN, WHEELS, INSTALL = "run", disk_usage.WHEELS, "INSTALL.txt"
-SUFFIXES = frozenset({".json", ".jsonl", ".yaml", ".html", ".parquet", ".safetensors", ".txt", ".xml", ".model"})
-"""Suffixes of the files of a run that go. `pytorch_model.bin` is not among them: it would be unpickled."""
-NAMES = frozenset(
-    f"{name}{end}" for engine in engines.ENGINES.values() for name in engine.files for end in ("", engines.PACKED)
+RUN_FOLDER, WHEELS_FOLDER, INSTALL_FILE = "run", disk_usage.WHEELS, "INSTALL.txt"
+ALLOWED_SUFFIXES = frozenset(
+    {".json", ".jsonl", ".yaml", ".html", ".parquet", ".safetensors", ".txt", ".xml", ".model"}
 )
-"""Files of an engine, whatever their suffix."""
-MOST_FILES = 10_000
+"""Allowed suffixes of a run's files. `pytorch_model.bin` is not allowed: loaders unpickle it."""
+ENGINE_FILES = frozenset(
+    f"{name}{end}"
+    for engine in engines.ENGINES.values()
+    for name in engine.files
+    for end in ("", engines.COMPRESSED_SUFFIX)
+)
+"""Files of engines, with any suffix."""
+MAX_FILES = 10_000
 
 
-class NoParcel(UserError):
-    """A file that no `rtrain export` has made, or that was changed or cut short since."""
+class InvalidBundle(UserError):
+    """The file is not a bundle of `rtrain export`, or was changed or truncated."""
 
-    code = "damaged_parcel"
+    code = "invalid_bundle"
 
 
-def carried(run: Run, int8: bool = False, texts: bool = True) -> tuple[list[str], list[str]]:
-    """(files of a run that go, those that stay behind), by their paths in its folder, sorted.
+def select_files(run: Run, int8: bool = False, with_texts: bool = True) -> tuple[list[str], list[str]]:
+    """Return (included files, left out files), as sorted paths in the run folder.
 
-    Checkpoints, Ray's own files and leftovers are in neither: they are never carried. With `int8` nor is the float
-    artefact, and without `texts` no file that holds the texts of rows.
+    Checkpoints, Ray files and leftovers are in neither. `int8` excludes the float artifact; without `with_texts`, files
+    with the texts of rows are excluded.
+
     """
-    never = (run.lock, run.notice, run.placement_group, run.folder / trackers.RUN_ID, *([run.artifact] if int8 else []))
-    go: list[str] = []
-    stay: list[str] = []
-    for top in sorted(run.folder.iterdir()):
-        part = disk_usage.part_of(run, top)
-        if part in (disk_usage.CHECKPOINTS, disk_usage.RAY, disk_usage.LEFT, disk_usage.TRIALS) or top in never:
+    excluded = (
+        run.lock,
+        run.stop_request,
+        run.placement_group,
+        run.folder / trackers.RUN_ID_FILE,
+        *([run.artifact] if int8 else []),
+    )
+    included: list[str] = []
+    left_out: list[str] = []
+    for entry in sorted(run.folder.iterdir()):
+        part = disk_usage.find_part(run, entry)
+        if (
+            part in (disk_usage.CHECKPOINTS, disk_usage.RAY, disk_usage.LEFTOVERS, disk_usage.TRIALS)
+            or entry in excluded
+        ):
             continue
-        if not texts and disk_usage.TEXTS.fullmatch(top.name):
+        if not with_texts and disk_usage.TEXT_RECORD_PATTERN.fullmatch(entry.name):
             continue
-        if part in (disk_usage.OTHER, disk_usage.WHEELS) or top.is_symlink():
-            stay.append(top.name)
+        if part in (disk_usage.OTHER_FILES, disk_usage.WHEELS) or entry.is_symlink():
+            left_out.append(entry.name)
             continue
-        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+        for path in [entry] if entry.is_file() else sorted(entry.rglob("*")):
             name = path.relative_to(run.folder).as_posix()
             if path.is_file():
-                fit = not path.is_symlink() and flaw(f"{RUN}/{name}") is None
-                (go if fit else stay).append(name)
-    return sorted(go), sorted(stay)
+                is_allowed = not path.is_symlink() and path_problem(f"{RUN_FOLDER}/{name}") is None
+                (included if is_allowed else left_out).append(name)
+    return sorted(included), sorted(left_out)
 
 
-def flaw(name: str) -> str | None:
-    """Why a path cannot be in a parcel, or None: it leads elsewhere, on whatever system, or is of another kind."""
+def path_problem(name: str) -> str | None:
+    """Return why a path is invalid in a bundle, or None: it leaves the folder on some system, or has an invalid
+    kind."""
     path = PurePosixPath(name)
-    plain = name == path.as_posix() and not path.is_absolute() and "\\" not in name and name.isprintable()
-    inside = len(path.parts) > 1 and path.parts[0] in (RUN, WHEELS)
-    if not plain or ".." in path.parts or not (inside or name == INSTALL):
-        return "has no place in a parcel of rtrain export"
-    if path.parts[0] == RUN and path.suffix not in SUFFIXES and path.name not in NAMES:
-        return "is of a kind that no run holds"
-    if path.parts[0] == WHEELS and (len(path.parts) > 2 or path.suffix != ".whl"):
-        return "is no wheel"
+    is_plain = name == path.as_posix() and not path.is_absolute() and "\\" not in name and name.isprintable()
+    is_in_folder = len(path.parts) > 1 and path.parts[0] in (RUN_FOLDER, WHEELS_FOLDER)
+    if not is_plain or ".." in path.parts or not (is_in_folder or name == INSTALL_FILE):
+        return "is not a valid path in a bundle of rtrain export"
+    if path.parts[0] == RUN_FOLDER and path.suffix not in ALLOWED_SUFFIXES and path.name not in ENGINE_FILES:
+        return "is not a kind of file of a run"
+    if path.parts[0] == WHEELS_FOLDER and (len(path.parts) > 2 or path.suffix != ".whl"):
+        return "is not a wheel"
     return None
 
 
-def refuse_run_name(name: object) -> str:
-    """The name of the run's folder. Raises `NoParcel` for what cannot be one."""
+def validate_run_name(name: object) -> str:
+    """Return the name of the run folder. Raises `InvalidBundle` for an invalid name."""
     if isinstance(name, str) and name and name == Path(name).name and name.isprintable() and name[0] not in ".-":
         return name
-    raise NoParcel(f"{name!r} is no name of a run; nothing was unpacked")
+    raise InvalidBundle(f"{name!r} is not a valid name of a run; nothing was unpacked")

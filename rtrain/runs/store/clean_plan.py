@@ -1,4 +1,4 @@
-"""What `rtrain clean` may remove, what is lost by it, and what stays and why. Nothing is removed here."""
+"""The plan of `rtrain clean`: items to remove, consequences, and reasons to keep. Nothing is removed here."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,238 +7,279 @@ from typing import Literal
 
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.core import manifest
-from rtrain.core.errors import hide
+from rtrain.core.errors import redact
 from rtrain.core.run_folder import Run
 from rtrain.runs.store import disk_usage, run_info, shared_files
-from rtrain.runs.store.run_info import Known
+from rtrain.runs.store.run_info import RunInfo
 from rtrain.runs.store.scan import Inventory
-from rtrain.runs.store.shared_files import Shared
+from rtrain.runs.store.shared_files import SharedItem
 
 Keep = Literal["artifact", "none"]
-"""What is kept of a run: all that is finished, or nothing."""
+"""Kept part of a run: its artifact and results, or nothing."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A file or folder that may go."""
+class RemovalItem:
+    """A file or folder to remove."""
 
     path: Path
     size: int
-    what: str
+    category: str
 
 
 @dataclass(frozen=True)
 class Removal:
-    """What goes of one run, or of what runs share (`run` is None)."""
+    """The removal of parts of a run, or of a shared item (`run` is None)."""
 
     name: str
-    run: Known | None
+    run: RunInfo | None
     keep: Keep
-    parts: tuple[Part, ...] = ()
-    lost: tuple[str, ...] = ()
-    """What cannot be done afterwards, in words."""
-    stays: tuple[str, ...] = ()
-    """What was asked for and is left, with the reason."""
-    unread: bool = False
-    """Whether it is left because a file cannot be read, which is to be mended first."""
+    items: tuple[RemovalItem, ...] = ()
+    consequences: tuple[str, ...] = ()
+    """Consequences, as messages."""
+    kept_reasons: tuple[str, ...] = ()
+    """Why requested parts are kept, as messages."""
+    is_unreadable: bool = False
+    """Parts are kept because a file cannot be read."""
 
     @property
     def size(self) -> int:
-        return sum(part.size for part in self.parts)
+        return sum(part.size for part in self.items)
 
     @property
-    def whole(self) -> bool:
-        """Whether all that is rtrain's goes, and with it the folder, unless something else lies in it."""
-        return self.run is not None and self.keep == "none" and bool(self.parts)
+    def removes_run(self) -> bool:
+        """Whether the run folder is removed, except for foreign files."""
+        return self.run is not None and self.keep == "none" and bool(self.items)
 
 
-def of_run(known: Known, keep: Keep, inventory: Inventory) -> list[Removal]:
-    """What goes of a run. With a search, what goes of its trials follows."""
-    return _of(known, keep, inventory, {one.run.folder for one in (known, *known.trials)})
+def plan_run_removal(info: RunInfo, keep: Keep, inventory: Inventory) -> list[Removal]:
+    """Return the removal of a run, followed by those of its trials."""
+    return _plan_run(info, keep, inventory, {trial.run.folder for trial in (info, *info.trials)})
 
 
-def of_root(inventory: Inventory, keep: Keep, stores: bool = False) -> list[Removal]:
-    """What goes of all runs, and then of what no remaining run uses.
+def plan_root_removal(inventory: Inventory, keep: Keep, with_stores: bool = False) -> list[Removal]:
+    """Return the removals of all runs, and of shared items that no remaining run uses.
 
-    With `stores` the token stores go as well that only runs use which have ended.
+    With `with_stores`, token stores of complete runs are removed too.
+
     """
-    going = _leaving(inventory) if keep == "none" else set()
-    found = [removal for known in inventory.runs for removal in _of(known, keep, inventory, going)]
-    gone = {removal.run.run.folder for removal in found if removal.run and removal.whole}
-    told = (*inventory.runs, *inventory.linked)
-    unread = [known.name for known in told if known.status == "damaged" and known.run.folder not in gone]
-    # A run may lie in a folder that cannot be read; in the one that a file system has for itself there is none.
-    unread += [name for name in inventory.unread if name != "lost+found"]
-    found += [_of_shared(one, gone, stores, keep, unread) for one in inventory.shared]
-    left = tuple(Part(path, disk_usage.size(path), disk_usage.LEFT) for path in inventory.drafts)
-    return [*found, *([Removal("drafts of killed processes", None, keep, left)] if left else [])]
+    removable = _removable_folders(inventory) if keep == "none" else set()
+    removals = [removal for run in inventory.runs for removal in _plan_run(run, keep, inventory, removable)]
+    removed_folders = {removal.run.run.folder for removal in removals if removal.run and removal.removes_run}
+    listed_runs = (*inventory.runs, *inventory.linked)
+    unreadable = [run.name for run in listed_runs if run.status == "damaged" and run.run.folder not in removed_folders]
+    # An unreadable folder may hold a run; the file system's own lost+found does not.
+    unreadable += [name for name in inventory.unreadable if name != "lost+found"]
+    removals += [
+        _plan_shared_removal(item, removed_folders, with_stores, keep, unreadable) for item in inventory.shared
+    ]
+    draft_items = tuple(
+        RemovalItem(path, disk_usage.measure_bytes(path), disk_usage.LEFTOVERS) for path in inventory.drafts
+    )
+    return [*removals, *([Removal("drafts of killed processes", None, keep, draft_items)] if draft_items else [])]
 
 
-def _leaving(inventory: Inventory) -> set[Path]:
-    """Folders of the runs, and of their trials, that can go together: none is trained, and none is needed by one that
-    stays. What stays may need others in its turn."""
-    leaving = [known for known in inventory.runs if _busy(known) is None]
+def _removable_folders(inventory: Inventory) -> set[Path]:
+    """Return the folders of runs and trials that can be removed together: none is in use, and no remaining run needs
+    one."""
+    candidates = [run for run in inventory.runs if _find_busy_run(run) is None]
     while True:
-        going = {one.run.folder for known in leaving for one in (known, *known.trials)}
-        free = [known for known in leaving if not needed_by(known, inventory, going)]
-        if len(free) == len(leaving):
-            return going
-        leaving = free
+        folders = {trial.run.folder for candidate in candidates for trial in (candidate, *candidate.trials)}
+        unneeded = [candidate for candidate in candidates if not list_dependents(candidate, inventory, folders)]
+        if len(unneeded) == len(candidates):
+            return folders
+        candidates = unneeded
 
 
 # ----------------------------------------------------------------------------------------------------------- of a run
 
 
-def _of(known: Known, keep: Keep, inventory: Inventory, going: set[Path]) -> list[Removal]:
-    """`going`: folders of the runs that are removed together with this one, and so need nothing of it."""
-    if busy := _busy(known):
-        return [Removal(known.name, known, keep, stays=(f"{busy} is being trained",))]
+def _plan_run(info: RunInfo, keep: Keep, inventory: Inventory, removed_folders: set[Path]) -> list[Removal]:
+    """`removed_folders`: folders of runs that are removed together with this one."""
+    if busy_name := _find_busy_run(info):
+        return [Removal(info.name, info, keep, kept_reasons=(f"{busy_name} is being trained",))]
     if keep == "none":
-        users = needed_by(known, inventory, going)
-        if known.versions:  # what a run needs is not known where its settings cannot be read
-            others = [one for one in inventory.runs if one.status == "damaged" and one is not known]
-            users += [f"{one.name} cannot be read, and may need it" for one in others if one.run.folder not in going]
-        if users:
-            return [Removal(known.name, known, keep, stays=("; ".join(users),))]
-        foreign = [path for one in (known, *known.trials) for path in disk_usage.foreign(one.run)]
-        part = Part(known.run.folder, known.size - sum(disk_usage.size(path) for path in foreign), "the whole run")
-        stays = tuple(f"{path.relative_to(known.run.folder)}: it is not rtrain's" for path in foreign)
-        return [Removal(known.name, known, keep, (part,), _lost_with(known), stays)]
-    if known.status == "damaged":
-        return [Removal(known.name, known, keep, stays=(f"{known.flaw}; --keep none removes it",))]
-    own = _parts(known, keep, ended=known.ended)
-    return [own, *(_parts(trial, keep, ended=known.ended) for trial in known.trials)]
+        dependents = list_dependents(info, inventory, removed_folders)
+        if info.versions:  # the needs of a damaged run are unknown
+            damaged_runs = [run for run in inventory.runs if run.status == "damaged" and run is not info]
+            dependents += [
+                f"{run.name} cannot be read, and may need it"
+                for run in damaged_runs
+                if run.run.folder not in removed_folders
+            ]
+        if dependents:
+            return [Removal(info.name, info, keep, kept_reasons=("; ".join(dependents),))]
+        foreign = [path for trial in (info, *info.trials) for path in disk_usage.list_foreign_files(trial.run)]
+        item = RemovalItem(
+            info.run.folder, info.size - sum(disk_usage.measure_bytes(path) for path in foreign), "the whole run"
+        )
+        kept_reasons = tuple(f"{path.relative_to(info.run.folder)}: not a file of rtrain" for path in foreign)
+        return [Removal(info.name, info, keep, (item,), _describe_lost_run(info), kept_reasons)]
+    if info.status == "damaged":
+        return [Removal(info.name, info, keep, kept_reasons=(f"{info.problem}; --keep none removes it",))]
+    run_removal = _plan_leftovers(info, keep, is_complete=info.is_complete)
+    return [run_removal, *(_plan_leftovers(trial, keep, is_complete=info.is_complete) for trial in info.trials)]
 
 
-def checked(removals: Iterable[Removal]) -> list[Removal]:
-    """The removals without those of checkpoints that may be the only good weights: every byte of the artefact that
-    stays in their place is read and must be as it was written."""
-    return [_checked(removal) for removal in removals]
+def verify_removals(removals: Iterable[Removal]) -> list[Removal]:
+    """Return the removals without checkpoints of runs whose artifact is damaged. Every byte of the artifact is read and
+    compared with its digest."""
+    return [_verify_removal(removal) for removal in removals]
 
 
-def _checked(removal: Removal) -> Removal:
-    known = removal.run
-    if known is None or removal.keep == "none" or not known.ended:
+def _verify_removal(removal: Removal) -> Removal:
+    info = removal.run
+    if info is None or removal.keep == "none" or not info.is_complete:
         return removal
-    if not any(part.what == disk_usage.CHECKPOINTS for part in removal.parts):
+    if not any(part.category == disk_usage.CHECKPOINTS for part in removal.items):
         return removal
-    place = known.run.artifact if known.run.finished else known.run.int8
-    unread = False
+    artifact_folder = info.run.artifact if info.run.is_finished else info.run.int8_artifact
+    is_unreadable = False
     try:
-        wrong = manifest.damage(place)
-    except manifest.Unreadable as error:
-        wrong, unread = str(error), True
-    if not wrong:
+        damage = manifest.find_damage(artifact_folder)
+    except manifest.UnreadableFileError as error:
+        damage, is_unreadable = str(error), True
+    if not damage:
         return removal
-    parts = tuple(part for part in removal.parts if part.what != disk_usage.CHECKPOINTS)
-    reason = f"checkpoints: {place.name} is not known to be whole ({wrong}), and they may be all that is left of it"
-    return replace(removal, parts=parts, lost=(), stays=(*removal.stays, reason), unread=unread)
+    items = tuple(part for part in removal.items if part.category != disk_usage.CHECKPOINTS)
+    reason = f"checkpoints: {artifact_folder.name} cannot be verified ({damage}), so they may be the only good weights"
+    return replace(
+        removal, items=items, consequences=(), kept_reasons=(*removal.kept_reasons, reason), is_unreadable=is_unreadable
+    )
 
 
-def _busy(known: Known) -> str | None:
-    """Name of the run that a process trains: itself, a trial of it, or the search that it is a trial of, which may come
-    back to it at any moment."""
-    if held := next((one.name for one in (known, *known.trials) if run_info.is_held(one.run)), None):
-        return held
-    search = Run(known.run.folder.parent)
+def _find_busy_run(info: RunInfo) -> str | None:
+    """Return the name of the run in use: itself, one of its trials, or its search, which may resume it at any
+    moment."""
+    if locked_name := next((trial.name for trial in (info, *info.trials) if run_info.is_locked(trial.run)), None):
+        return locked_name
+    search = Run(info.run.folder.parent)
     if not (search.exists and search.is_search):
         return None
-    others = (search, *map(Run, search.folder.glob("trial-*")))
-    return f"its search {search.name}" if any(map(run_info.is_held, others)) else None
+    related_runs = (search, *map(Run, search.folder.glob("trial-*")))
+    return f"its search {search.name}" if any(map(run_info.is_locked, related_runs)) else None
 
 
-def needed_by(known: Known, inventory: Inventory, going: Iterable[Path] = ()) -> list[str]:
-    """Which other runs need a run's folder, and for what."""
-    found, leaving = [], set(going)
-    folders = {one.run.folder: one for one in (known, *known.trials)}
-    versions = {version for one in folders.values() for version in one.versions}
-    for other in (*inventory.every(), *inventory.linked):
-        if other.run.folder in leaving or other.run.folder in folders:
+def list_dependents(info: RunInfo, inventory: Inventory, removed_folders: Iterable[Path] = ()) -> list[str]:
+    """Return messages about other runs that need this run."""
+    dependents, removed = [], set(removed_folders)
+    folders = {trial.run.folder: trial for trial in (info, *info.trials)}
+    versions = {version for folder in folders.values() for version in folder.versions}
+    for other in (*inventory.iter_runs(), *inventory.linked):
+        if other.run.folder in removed or other.run.folder in folders:
             continue
-        if other.weights and any(other.weights.is_relative_to(one.place) for one in folders.values()):
-            found.append(f"{other.name} was started from its weights (model.name), and reads them when it is resumed")
-        elif other.teachers & versions and not other.ended:
-            found.append(f"{other.name} is taught by its artefact, and has not ended")
-        elif other.winner is not None and other.run.trial(_number(other.winner)).folder == known.run.folder:
-            found.append(f"the search {other.name} has chosen it")
-    return found
+        if other.weights_path and any(
+            other.weights_path.is_relative_to(folder.real_path) for folder in folders.values()
+        ):
+            dependents.append(
+                f"{other.name} was started from its weights (model.name), and reads them when it is resumed"
+            )
+        elif other.teachers & versions and not other.is_complete:
+            dependents.append(f"{other.name} is a student of its artifact, and has not ended")
+        elif other.winner is not None and other.run.trial(_trial_number(other.winner)).folder == info.run.folder:
+            dependents.append(f"it is the winner of the search {other.name}")
+    return dependents
 
 
-def _parts(known: Known, keep: Keep, *, ended: bool) -> Removal:
-    """What goes of a run that stays itself. `ended` also holds for the trials that an ended search did not choose."""
-    run = known.run
-    parts: list[Part] = []
-    lost: list[str] = []
-    stays: list[str] = []
-    if run.ray.exists():
-        parts.append(Part(run.ray, disk_usage.size(run.ray), disk_usage.RAY))
-    parts += [Part(path, disk_usage.size(path), disk_usage.LEFT) for path in disk_usage.leftovers(run)]
-    updates = checkpoint_format.updates(run.checkpoints)
-    held = disk_usage.size(run.checkpoints) if run.checkpoints.exists() else 0
+def _plan_leftovers(info: RunInfo, keep: Keep, *, is_complete: bool) -> Removal:
+    """Return the removal of files that a complete run does not need. `is_complete` is true for all trials of an ended
+    search."""
+    run = info.run
+    items: list[RemovalItem] = []
+    consequences: list[str] = []
+    kept_reasons: list[str] = []
+    if run.ray_storage.exists():
+        items.append(RemovalItem(run.ray_storage, disk_usage.measure_bytes(run.ray_storage), disk_usage.RAY))
+    items += [
+        RemovalItem(path, disk_usage.measure_bytes(path), disk_usage.LEFTOVERS)
+        for path in disk_usage.find_leftovers(run)
+    ]
+    checkpoint_steps = checkpoint_format.list_steps(run.checkpoints)
+    checkpoint_bytes = disk_usage.measure_bytes(run.checkpoints) if run.checkpoints.exists() else 0
     if run.checkpoints.is_symlink():
-        stays.append(f"checkpoints: {run.checkpoints.name} is a link; remove what it leads to by hand")
-    elif held and ended:
-        inside = [part for part in parts if part.path.parent == run.checkpoints]
-        parts = [part for part in parts if part not in inside]
-        parts.append(Part(run.checkpoints, held, disk_usage.CHECKPOINTS))
-        lost.append(_lost_checkpoints(known, updates))
-    elif held:
-        stays.append(f"checkpoints, {disk_usage.text(held)}: it has no artefact yet, and goes on from them")
-    if known.storage and parts:
-        stays.append(f"its copy at {hide(known.storage)}")
-    return Removal(known.name, known, keep, tuple(parts), tuple(lost), tuple(stays))
-
-
-def _lost_checkpoints(known: Known, updates: Sequence[int]) -> str:
-    if known.run.finished:
-        return "the optimizer's state and the last weights; the artefact has the best ones"
-    newest = f"after update {updates[-1]}" if updates else "so far"
-    return f"the weights {newest}: it cannot be resumed (`rtrain train --resume`), and has no artefact"
-
-
-def _lost_with(known: Known) -> tuple[str, ...]:
-    if known.kind == "search":
-        what = f"the search with its {len(known.trials)} trials and the winner's artefact"
-    elif known.run.finished:
-        what = "its artefact, scores, predictions, report and log"
-    else:
-        what = "what it has trained so far, and its log"
-    return (what, f"(its copy at {hide(known.storage)} stays)") if known.storage else (what,)
-
-
-# -------------------------------------------------------------------------------------------------- of what is shared
-
-
-def _of_shared(one: Shared, gone: set[Path], stores: bool, keep: Keep, unread: Sequence[str]) -> Removal:
-    """`unread` are runs of which nobody knows what they use."""
-    users = [user for user in one.users if user.run.folder not in gone and _top(user) not in gone]
-    parts = tuple(Part(path, disk_usage.size(path), one.what) for path in (one.path, *one.beside))
-    names = ", ".join(dict.fromkeys(short_name(user) for user in users))
-    is_store = one.path.parent.name == shared_files.TOKENS
-    if not users:
-        if unread:
-            return Removal(one.name, None, keep, stays=(f"{', '.join(unread)} cannot be read, and may use it",))
-        if one.users or one.is_settled:
-            return Removal(one.name, None, keep, parts, (f"{one.what}: no run uses it",))
-        return Removal(one.name, None, keep, stays=("it was made within the hour: a run may be about to begin on it",))
-    if is_store and stores:
-        if open_runs := [user.name for user in users if not user.ended and user.kind != "trial"]:
-            return Removal(one.name, None, keep, stays=(f"{', '.join(open_runs)} can still be resumed on it",))
-        what = (
-            "until a training or rtrain distill reads them again, no verify --ledger, no quantize, none in the report"
+        kept_reasons.append(f"checkpoints: {run.checkpoints.name} is a link; remove its target by hand")
+    elif checkpoint_bytes and is_complete:
+        nested_items = [part for part in items if part.path.parent == run.checkpoints]
+        items = [part for part in items if part not in nested_items]
+        items.append(RemovalItem(run.checkpoints, checkpoint_bytes, disk_usage.CHECKPOINTS))
+        consequences.append(_describe_lost_checkpoints(info, checkpoint_steps))
+    elif checkpoint_bytes:
+        kept_reasons.append(
+            f"checkpoints, {disk_usage.format_bytes(checkpoint_bytes)}: it has no artifact yet, and resumes from them"
         )
-        return Removal(one.name, None, keep, parts, (f"the rows of {names}: {what}",))
-    return Removal(one.name, None, keep)
+    if info.storage and items:
+        kept_reasons.append(f"its remote copy at {redact(info.storage)}")
+    return Removal(info.name, info, keep, tuple(items), tuple(consequences), tuple(kept_reasons))
 
 
-def _top(known: Known) -> Path:
-    return known.run.folder.parent if known.kind == "trial" else known.run.folder
+def _describe_lost_checkpoints(info: RunInfo, checkpoint_steps: Sequence[int]) -> str:
+    if info.run.is_finished:
+        return "the optimizer state and the last weights; the artifact has the best ones"
+    last_step = f"after step {checkpoint_steps[-1]}" if checkpoint_steps else "so far"
+    return f"the weights {last_step}: it cannot be resumed (`rtrain train --resume`), and has no artifact"
 
 
-def short_name(known: Known) -> str:
-    """A trial goes by its search's name."""
-    return known.name.rpartition("/")[0] if known.kind == "trial" else known.name
+def _describe_lost_run(info: RunInfo) -> tuple[str, ...]:
+    if info.kind == "search":
+        content = f"the search with its {len(info.trials)} trials and the winner's artifact"
+    elif info.run.is_finished:
+        content = "its artifact, scores, predictions, report and log"
+    else:
+        content = "its training so far, and its log"
+    return (content, f"(its remote copy at {redact(info.storage)} stays)") if info.storage else (content,)
 
 
-def _number(trial: str) -> int:
+# -------------------------------------------------------------------------------------------------- shared items
+
+
+def _plan_shared_removal(
+    shared_item: SharedItem, removed_folders: set[Path], with_stores: bool, keep: Keep, unreadable: Sequence[str]
+) -> Removal:
+    """`unreadable`: damaged runs, which may use any shared item."""
+    users = [
+        user
+        for user in shared_item.users
+        if user.run.folder not in removed_folders and _top_folder(user) not in removed_folders
+    ]
+    items = tuple(
+        RemovalItem(path, disk_usage.measure_bytes(path), shared_item.category)
+        for path in (shared_item.path, *shared_item.measurement_files)
+    )
+    names = ", ".join(dict.fromkeys(short_name(user) for user in users))
+    is_store = shared_item.path.parent.name == shared_files.TOKENS_FOLDER
+    if not users:
+        if unreadable:
+            return Removal(
+                shared_item.name, None, keep, kept_reasons=(f"{', '.join(unreadable)} cannot be read, and may use it",)
+            )
+        if shared_item.users or shared_item.is_inactive:
+            return Removal(shared_item.name, None, keep, items, (f"{shared_item.category}: no run uses it",))
+        return Removal(
+            shared_item.name,
+            None,
+            keep,
+            kept_reasons=("it was created within the hour: a run may be about to use it",),
+        )
+    if is_store and with_stores:
+        if open_runs := [user.name for user in users if not user.is_complete and user.kind != "trial"]:
+            return Removal(
+                shared_item.name, None, keep, kept_reasons=(f"{', '.join(open_runs)} can still be resumed on it",)
+            )
+        consequence = (
+            "verify --ledger, quantize and the report's rows need a training or rtrain distill to read them again"
+        )
+        return Removal(shared_item.name, None, keep, items, (f"the rows of {names}: {consequence}",))
+    return Removal(shared_item.name, None, keep)
+
+
+def _top_folder(info: RunInfo) -> Path:
+    return info.run.folder.parent if info.kind == "trial" else info.run.folder
+
+
+def short_name(info: RunInfo) -> str:
+    """Return the run's name; for a trial, the name of its search."""
+    return info.name.rpartition("/")[0] if info.kind == "trial" else info.name
+
+
+def _trial_number(trial: str) -> int:
     return int(trial.rpartition("-")[2])

@@ -1,4 +1,4 @@
-"""What lies under a folder of runs: runs, searches, students, what they share, and what is none of these."""
+"""Scan a folder of runs: runs, searches, students, shared items, unreadable folders and drafts."""
 
 import os
 from collections.abc import Iterator
@@ -9,112 +9,115 @@ from rtrain.core import atomic_write
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.runs.store import disk_usage, run_info, shared_files
-from rtrain.runs.store.run_info import Known
-from rtrain.runs.store.shared_files import Shared
+from rtrain.runs.store.run_info import RunInfo
+from rtrain.runs.store.shared_files import SharedItem
 
-DEPTH = 3
-"""Folders below the root in which runs are sought: a demo or a drill keeps its runs in a folder of their own."""
+MAX_DEPTH = 3
+"""Maximum depth of runs below the root: a demo or a drill has a folder for its runs."""
 
 
 @dataclass(frozen=True)
 class Inventory:
-    """All that lies under `root`."""
+    """Result of a scan of `root`."""
 
     root: Path
-    runs: tuple[Known, ...]
-    """Runs, searches and students; trials are in their searches."""
-    linked: tuple[Known, ...] = ()
-    """Those behind links, and their trials: they use what lies here, and are not looked after here."""
-    shared: tuple[Shared, ...] = ()
-    unread: tuple[str, ...] = ()
-    """Folders that cannot be read: a run may lie in them."""
+    runs: tuple[RunInfo, ...]
+    """Runs, searches and students. Trials belong to their searches."""
+    linked: tuple[RunInfo, ...] = ()
+    """Runs behind links, and their trials: they may use shared items here, but are not managed here."""
+    shared: tuple[SharedItem, ...] = ()
+    unreadable: tuple[str, ...] = ()
+    """Unreadable folders, which may hold runs."""
     drafts: tuple[Path, ...] = ()
-    """Left by killed processes, beside the runs and among what they share."""
+    """Drafts of killed processes."""
 
-    def every(self) -> Iterator[Known]:
-        """The runs, each followed by its trials."""
-        for known in self.runs:
-            yield known
-            yield from known.trials
+    def iter_runs(self) -> Iterator[RunInfo]:
+        """Yield the runs, each followed by its trials."""
+        for info in self.runs:
+            yield info
+            yield from info.trials
 
-    def of(self, folder: Path) -> Known | None:
-        return next((known for known in self.every() if known.run.folder == folder), None)
+    def find(self, folder: Path) -> RunInfo | None:
+        return next((run for run in self.iter_runs() if run.run.folder == folder), None)
 
     @property
     def size(self) -> int:
-        held: list[Known | Shared] = [*self.runs, *self.shared]
-        return sum(one.size for one in held) + sum(disk_usage.size(path) for path in self.drafts)
+        items: list[RunInfo | SharedItem] = [*self.runs, *self.shared]
+        return sum(item.size for item in items) + sum(disk_usage.measure_bytes(path) for path in self.drafts)
 
 
 @dataclass
-class _Found:
-    runs: list[Known] = field(default_factory=list)
-    linked: list[Known] = field(default_factory=list)
-    places: list[Path] = field(default_factory=list)
-    """Hidden folders that hold what runs share."""
-    unread: list[str] = field(default_factory=list)
+class _ScanResult:
+    runs: list[RunInfo] = field(default_factory=list)
+    linked: list[RunInfo] = field(default_factory=list)
+    shared_folders: list[Path] = field(default_factory=list)
+    """Hidden folders with shared items."""
+    unreadable: list[str] = field(default_factory=list)
     drafts: list[Path] = field(default_factory=list)
 
 
-def look(root: Path) -> Inventory:
-    """What lies under an absolute path, which may be that of a run itself. Nothing is written.
+def scan_folder(root: Path) -> Inventory:
+    """Scan an absolute path, which may be a run folder itself. Nothing is written.
 
-    Raises `UserError` where there is no such folder. What is damaged or strange in it is listed as what it is.
+    Damaged runs and foreign files are listed. Raises `UserError` if the folder does not exist.
+
     """
     if not root.is_dir():
-        raise UserError(f"there is no folder {root}; name the one that holds the runs", code="not_found")
+        raise UserError(f"there is no folder {root}; name the folder of the runs", code="not_found")
     if Run(root).exists:
-        return Inventory(root, (_read(Run(root), root.name),))
-    found = _Found()
-    _walk(root, root, found, DEPTH)
-    here = {run.place for run in found.runs}
-    linked = [one for run in found.linked if run.place not in here for one in (run, *run.trials)]
-    known = [one for run in found.runs for one in (run, *run.trials)] + linked
-    kept = [one for place in found.places for one in shared_files.inside(root, place, known)]
-    found.drafts += [path for place in found.places for path in shared_files.dead_drafts(place)]
-    return Inventory(root, tuple(found.runs), tuple(linked), tuple(kept), tuple(found.unread), tuple(found.drafts))
+        return Inventory(root, (_read_run_info(Run(root), root.name),))
+    scan = _ScanResult()
+    _scan_into(root, root, scan, MAX_DEPTH)
+    local_paths = {run.real_path for run in scan.runs}
+    linked_runs = [trial for run in scan.linked if run.real_path not in local_paths for trial in (run, *run.trials)]
+    all_runs = [trial for run in scan.runs for trial in (run, *run.trials)] + linked_runs
+    shared_items = [item for place in scan.shared_folders for item in shared_files.list_shared(root, place, all_runs)]
+    scan.drafts += [path for place in scan.shared_folders for path in shared_files.find_dead_drafts(place)]
+    return Inventory(
+        root, tuple(scan.runs), tuple(linked_runs), tuple(shared_items), tuple(scan.unreadable), tuple(scan.drafts)
+    )
 
 
-def around(folder: Path) -> Inventory:
-    """What lies around a run, or around the search that a trial belongs to: the runs that may need something of it."""
+def scan_surroundings(folder: Path) -> Inventory:
+    """Scan the siblings of a run, or of a trial's search: they may need it."""
     run = Run(folder)
-    return look(folder.parent.parent if Run(folder.parent).exists and run.exists else folder.parent)
+    return scan_folder(folder.parent.parent if Run(folder.parent).exists and run.exists else folder.parent)
 
 
-def _walk(root: Path, folder: Path, found: _Found, depth: int) -> None:
-    for path in _children(folder):
+def _scan_into(root: Path, folder: Path, scan: _ScanResult, depth: int) -> None:
+    for path in _list_children(folder):
         name = path.relative_to(root).as_posix()
         if not path.is_dir():
             continue
         if path.is_symlink():
             if holds_run(path):
-                found.linked.append(_read(Run(path), name))
-        elif path.name in shared_files.KINDS:
-            found.places.append(path)
-        elif path.name.startswith(".") and (path / atomic_write.LOCK).exists():
-            found.drafts += [path] if path in shared_files.dead_drafts(folder) else []
+                scan.linked.append(_read_run_info(Run(path), name))
+        elif path.name in shared_files.CATEGORY_BY_FOLDER:
+            scan.shared_folders.append(path)
+        elif path.name.startswith(".") and (path / atomic_write.LOCK_FILE).exists():
+            scan.drafts += [path] if path in shared_files.find_dead_drafts(folder) else []
         elif not os.access(path, os.R_OK | os.X_OK):
-            found.unread.append(name)
+            scan.unreadable.append(name)
         elif holds_run(path):
-            found.runs.append(_read(Run(path), name))
+            scan.runs.append(_read_run_info(Run(path), name))
         elif depth > 1:
-            _walk(root, path, found, depth - 1)
+            _scan_into(root, path, scan, depth - 1)
 
 
-def _read(run: Run, name: str) -> Known:
+def _read_run_info(run: Run, name: str) -> RunInfo:
     if not run.exists:
-        parts = disk_usage.parts(run)
-        return Known(run, name, "run", "damaged", parts=parts, flaw=f"it has no {run.config.name}")
-    return run_info.read_search(run, name) if run.is_search else run_info.read(run, name)
+        bytes_by_part = disk_usage.bytes_by_part(run)
+        return RunInfo(run, name, "run", "damaged", bytes_by_part=bytes_by_part, problem=f"it has no {run.config.name}")
+    return run_info.read_search(run, name) if run.is_search else run_info.read_run(run, name)
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder is a run's, also where its config.yaml is lost."""
+    """Return whether a folder is a run folder, with or without config.yaml."""
     run = Run(folder)
-    return run.exists or run.log.is_file() or next(run.checkpoints.glob("update-*"), None) is not None
+    return run.exists or run.log.is_file() or next(run.checkpoints.glob("step-*"), None) is not None
 
 
-def _children(folder: Path) -> list[Path]:
+def _list_children(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
     except OSError:

@@ -1,5 +1,5 @@
-"""What runs share, beside them: token stores, copies of hub models and data sets, what students start from, and models
-of fewer pieces."""
+"""Items that runs share, in hidden folders beside them: token stores, copies of hub models and data sets, initial
+weights of students, trimmed models."""
 
 import re
 from collections.abc import Iterable
@@ -8,88 +8,96 @@ from pathlib import Path
 
 from rtrain.core import atomic_write, hub
 from rtrain.runs.store import disk_usage
-from rtrain.runs.store.run_info import Known
+from rtrain.runs.store.run_info import RunInfo
 
-TOKENS, STUDENTS, VOCABULARIES, COPIES = ".tokens", ".students", ".vocabularies", ".copies"
-KINDS = {
-    TOKENS: "token store",
-    STUDENTS: "start of a student",
-    VOCABULARIES: "trimmed model",
-    COPIES: "copies of rows",
-    hub.FOLDERS["model"]: "copy of a model",
-    hub.FOLDERS["dataset"]: "copy of a data set",
+TOKENS_FOLDER, STUDENTS_FOLDER, VOCABULARIES_FOLDER, COPIES_FOLDER = ".tokens", ".students", ".vocabularies", ".copies"
+CATEGORY_BY_FOLDER = {
+    TOKENS_FOLDER: "token store",
+    STUDENTS_FOLDER: "start of a student",
+    VOCABULARIES_FOLDER: "trimmed model",
+    COPIES_FOLDER: "copies of rows",
+    hub.COPY_FOLDERS["model"]: "copy of a model",
+    hub.COPY_FOLDERS["dataset"]: "copy of a data set",
 }
-"""What lies in the hidden folders beside runs."""
+"""Category of the items in each hidden folder."""
 
 
 @dataclass(frozen=True)
-class Shared:
+class SharedItem:
     """A token store or a copy, and the runs that use it."""
 
     path: Path
     name: str
-    """Its path in the folder that was looked at."""
-    what: str
+    """Its path relative to the scanned folder."""
+    category: str
     size: int
-    users: tuple[Known, ...] = ()
+    users: tuple[RunInfo, ...] = ()
 
     @property
-    def beside(self) -> list[Path]:
-        """Files that were measured on a token store and are kept beside it."""
+    def measurement_files(self) -> list[Path]:
+        """Files with measurements of a token store, beside it."""
         return sorted(self.path.parent.glob(f".{self.path.name}.*.json"))
 
     @property
-    def is_settled(self) -> bool:
-        """Whether it is so old that no run which is about to begin has just made it."""
-        return disk_usage.is_settled(self.path)
+    def is_inactive(self) -> bool:
+        """Whether it is too old to have just been created for a starting run."""
+        return disk_usage.is_inactive(self.path)
 
 
-def inside(root: Path, folder: Path, known: Iterable[Known]) -> list[Shared]:
-    """What one of the hidden folders holds. Runs are told by the digest or the name that they use, not by a path: a
-    folder of runs may have been moved."""
-    every = list(known)
-    found = []
-    for path in _listed(folder):
+def list_shared(root: Path, folder: Path, run_infos: Iterable[RunInfo]) -> list[SharedItem]:
+    """Return the items of a hidden folder, with their users. Users are matched by digest or name, since a folder of
+    runs may have been moved."""
+    runs = list(run_infos)
+    items = []
+    for path in _list_folder(folder):
         if path.name.startswith(".") or not path.is_dir():
             continue
-        # The packaged model's copy is called by its digest too (`rtrain.runs.node_checks`), which no settings name.
-        packaged = folder.name == hub.FOLDERS["model"] and path.name.startswith(f"{hub.PACKAGED}@")
-        name = hub.PACKAGED if packaged else path.name
-        users = tuple(one for one in every if name in _used(one, folder.name))
-        found.append(Shared(path, path.relative_to(root).as_posix(), KINDS[folder.name], disk_usage.size(path), users))
-    return found
+        # The name of the packaged model's copy has its digest (`rtrain.runs.node_checks`), which is in no setting.
+        is_packaged = folder.name == hub.COPY_FOLDERS["model"] and path.name.startswith(f"{hub.PACKAGED_MODEL}@")
+        name = hub.PACKAGED_MODEL if is_packaged else path.name
+        users = tuple(run for run in runs if name in _used_names(run, folder.name))
+        items.append(
+            SharedItem(
+                path,
+                path.relative_to(root).as_posix(),
+                CATEGORY_BY_FOLDER[folder.name],
+                disk_usage.measure_bytes(path),
+                users,
+            )
+        )
+    return items
 
 
-def dead_drafts(folder: Path) -> list[Path]:
-    """Drafts directly in a folder whose writers were killed."""
-    found = []
-    for path in _listed(folder):
-        if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) and path.is_dir() and (path / atomic_write.LOCK).exists():
+def find_dead_drafts(folder: Path) -> list[Path]:
+    """Return the drafts of killed writers directly in a folder."""
+    dead_drafts = []
+    for path in _list_folder(folder):
+        if re.fullmatch(r"\..+\.[0-9a-f]{8}", path.name) and path.is_dir() and (path / atomic_write.LOCK_FILE).exists():
             try:
-                dead = atomic_write.is_dead(path)
+                is_dead = atomic_write.is_stale(path)
             except OSError:
                 continue
-            found += [path] if dead else []
-    return found
+            dead_drafts += [path] if is_dead else []
+    return dead_drafts
 
 
-def _listed(folder: Path) -> list[Path]:
+def _list_folder(folder: Path) -> list[Path]:
     try:
         return sorted(folder.iterdir())
-    except OSError:  # it stays, with all that is in it
+    except OSError:  # an unreadable folder is kept
         return []
 
 
-def _used(known: Known, folder: str) -> set[str]:
-    """Names in a hidden folder that a run uses."""
-    if folder == TOKENS:
-        return {known.store.name} if known.store else set()
-    if folder == STUDENTS:
-        return {Path(known.model).name}
-    if folder == VOCABULARIES:
-        return {known.trimmed.name} if known.trimmed else set()
-    if folder == COPIES:
-        return {Path(known.copied).parent.name} if known.copied else set()
-    kind: hub.Kind = "model" if folder == hub.FOLDERS["model"] else "dataset"
-    names = [known.model] if kind == "model" else known.data
-    return {hub.place(kind, name, Path()).name for text in names if (name := hub.parse(text))}
+def _used_names(run_info: RunInfo, folder: str) -> set[str]:
+    """Return the names in a hidden folder that a run uses."""
+    if folder == TOKENS_FOLDER:
+        return {run_info.store.name} if run_info.store else set()
+    if folder == STUDENTS_FOLDER:
+        return {Path(run_info.model).name}
+    if folder == VOCABULARIES_FOLDER:
+        return {run_info.trimmed_model.name} if run_info.trimmed_model else set()
+    if folder == COPIES_FOLDER:
+        return {Path(run_info.augmented_rows_path).parent.name} if run_info.augmented_rows_path else set()
+    kind: hub.RepoType = "model" if folder == hub.COPY_FOLDERS["model"] else "dataset"
+    names = [run_info.model] if kind == "model" else run_info.data_sources
+    return {hub.copy_folder(kind, name, Path()).name for text in names if (name := hub.parse_hub_name(text))}

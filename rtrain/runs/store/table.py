@@ -4,202 +4,222 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rtrain.core.run_folder import shown
+from rtrain.core.run_folder import quote_path
 from rtrain.runs.store import clean_plan, disk_usage
 from rtrain.runs.store.clean_plan import Removal
-from rtrain.runs.store.run_info import Known
+from rtrain.runs.store.run_info import RunInfo
 from rtrain.runs.store.scan import Inventory
 
-HEADS = ("run", "status", "score", "begun", "took", "size", "recipe", "from")
-RIGHT = ("begun", "took", "size")
+HEADERS = ("run", "status", "score", "begun", "took", "size", "recipe", "from")
+RIGHT_ALIGNED = ("begun", "took", "size")
 MONTH_S = 30 * 86400
 
 
-def text(inventory: Inventory, every: bool = False, now: float | None = None) -> str:
-    """The table, what runs share, what cannot be read, and the totals. With `every` each trial has its line."""
+def format_inventory(inventory: Inventory, with_trials: bool = False, now: float | None = None) -> str:
+    """Format the table of runs, the shared items, unreadable folders and totals. `with_trials` adds a line per
+    trial."""
     moment = time.time() if now is None else now
     lines = []
-    for known in newest_first(inventory.runs):
-        lines.append(_line(known, inventory, moment))
-        lines += [_line(trial, inventory, moment, known.winner) for trial in known.trials if every]
-    found = _columns([dict(zip(HEADS, HEADS, strict=True)), *lines]) if lines else ["no runs here"]
-    found += ["", *_shared(inventory)] if inventory.shared else []
-    found += [_safe(f"{name}: cannot be read") for name in inventory.unread]
-    return "\n".join([*found, "", *_totals(inventory)])
+    for run_info in sort_newest_first(inventory.runs):
+        lines.append(_run_cells(run_info, inventory, moment))
+        lines += [_run_cells(trial, inventory, moment, run_info.winner) for trial in run_info.trials if with_trials]
+    output = _align_columns([dict(zip(HEADERS, HEADERS, strict=True)), *lines]) if lines else ["no runs here"]
+    output += ["", *_format_shared(inventory)] if inventory.shared else []
+    output += [_escape(f"{name}: cannot be read") for name in inventory.unreadable]
+    return "\n".join([*output, "", *_format_totals(inventory)])
 
 
-def newest_first(runs: Sequence[Known]) -> list[Known]:
-    """Runs of which nobody knows when they began come last."""
-    return sorted(runs, key=lambda known: known.began or 0.0, reverse=True)
+def sort_newest_first(runs: Sequence[RunInfo]) -> list[RunInfo]:
+    """Sort by the time of creation; runs with unknown times come last."""
+    return sorted(runs, key=lambda run: run.started_at or 0.0, reverse=True)
 
 
-def document(inventory: Inventory) -> dict[str, Any]:
-    """All of it for programs; sizes in bytes, times in seconds since 1970."""
+def inventory_document(inventory: Inventory) -> dict[str, Any]:
+    """Return the document of `rtrain runs --json`; sizes in bytes, times in seconds since 1970."""
     return {
         "root": str(inventory.root),
-        "runs": [_document(known, inventory) for known in newest_first(inventory.runs)],
+        "runs": [_run_document(value, inventory) for value in sort_newest_first(inventory.runs)],
         "shared": [
-            {"name": one.name, "what": one.what, "bytes": one.size, "users": [user.name for user in one.users]}
-            for one in inventory.shared
+            {
+                "name": item.name,
+                "category": item.category,
+                "bytes": item.size,
+                "users": [user.name for user in item.users],
+            }
+            for item in inventory.shared
         ],
-        "unread": list(inventory.unread),
+        "unreadable": list(inventory.unreadable),
         "bytes": inventory.size,
-        "clean_frees": freed(inventory),
+        "clean_frees": freed_bytes(inventory),
     }
 
 
-def freed(inventory: Inventory) -> int:
-    """Bytes that `rtrain clean ROOT` would free."""
-    return sum(removal.size for removal in clean_plan.of_root(inventory, "artifact"))
+def freed_bytes(inventory: Inventory) -> int:
+    """Return the bytes that `rtrain clean ROOT` would free."""
+    return sum(removal.size for removal in clean_plan.plan_root_removal(inventory, "artifact"))
 
 
 # ------------------------------------------------------------------------------------------------------------ a run
 
 
-def origin(known: Known, inventory: Inventory) -> str:
-    """What a run came from: its teacher, the run whose weights it started from, or a model by its name."""
-    others = [one for one in inventory.every() if one.run.folder != known.run.folder]
-    if (teacher := known.teacher) is not None:
-        found = next((one.name for one in others if teacher in one.versions), None)
-        return f"student of {found or f'artefact {teacher}'}"
-    if (place := known.weights) is None:
-        return known.model
-    holders = [one.name for one in others if place.is_relative_to(one.place)]
-    return f"weights of {max(holders, key=len)}" if holders else place.name
+def describe_origin(run_info: RunInfo, inventory: Inventory) -> str:
+    """Return the origin of a run: its teacher, the run with its initial weights, or the name of its model."""
+    other_runs = [run for run in inventory.iter_runs() if run.run.folder != run_info.run.folder]
+    if (teacher := run_info.teacher) is not None:
+        teacher_run = next((run.name for run in other_runs if teacher in run.versions), None)
+        return f"student of {teacher_run or f'artifact {teacher}'}"
+    if (weights := run_info.weights_path) is None:
+        return run_info.model
+    ancestors = [run.name for run in other_runs if weights.is_relative_to(run.real_path)]
+    return f"weights of {max(ancestors, key=len)}" if ancestors else weights.name
 
 
-def _line(known: Known, inventory: Inventory, now: float, winner: str | None = None) -> dict[str, str]:
-    chosen = "  <- best" if known.kind == "trial" and known.run.name == winner else ""
-    what = f" ({len(known.trials)} trial{'' if len(known.trials) == 1 else 's'})" if known.kind == "search" else ""
-    cleaned = f", cleaned ({known.cleaned} kept)" if known.cleaned == "artifact" else ""
-    cut_short = ", half removed: clean it again" if known.cleaned == "none" else ""
+def _run_cells(run_info: RunInfo, inventory: Inventory, now: float, winner_name: str | None = None) -> dict[str, str]:
+    winner_mark = "  <- best" if run_info.kind == "trial" and run_info.run.name == winner_name else ""
+    trial_count = (
+        f" ({len(run_info.trials)} trial{'' if len(run_info.trials) == 1 else 's'})"
+        if run_info.kind == "search"
+        else ""
+    )
+    cleaned_note = f", cleaned ({run_info.kept_by_clean} kept)" if run_info.kept_by_clean == "artifact" else ""
+    incomplete_note = ", half removed: clean it again" if run_info.kept_by_clean == "none" else ""
     return {
-        "run": f"{'  ' if known.kind == 'trial' else ''}{known.name}{what}{chosen}",
-        "status": known.flaw or f"{known.status}{cleaned}{cut_short}",
-        "score": str(known.score or "-"),
-        "begun": "-" if known.began is None else _since(known.began, now),
-        "took": "-" if known.seconds is None else duration(known.seconds),
-        "size": disk_usage.text(known.size),
-        "recipe": str(known.settings.get("name") or "-"),
-        "from": origin(known, inventory),
+        "run": f"{'  ' if run_info.kind == 'trial' else ''}{run_info.name}{trial_count}{winner_mark}",
+        "status": run_info.problem or f"{run_info.status}{cleaned_note}{incomplete_note}",
+        "score": str(run_info.score or "-"),
+        "begun": "-" if run_info.started_at is None else _format_age(run_info.started_at, now),
+        "took": "-" if run_info.seconds is None else format_duration(run_info.seconds),
+        "size": disk_usage.format_bytes(run_info.size),
+        "recipe": str(run_info.settings.get("name") or "-"),
+        "from": describe_origin(run_info, inventory),
     }
 
 
-def _document(known: Known, inventory: Inventory) -> dict[str, Any]:
-    score = known.score
+def _run_document(run_info: RunInfo, inventory: Inventory) -> dict[str, Any]:
+    score = run_info.score
     return {
-        "name": known.name,
-        "folder": str(known.run.folder),
-        "kind": known.kind,
-        "status": known.status,
-        "flaw": known.flaw,
-        "recipe": known.settings.get("name"),
-        "task": known.settings.get("task"),
+        "name": run_info.name,
+        "folder": str(run_info.run.folder),
+        "kind": run_info.kind,
+        "status": run_info.status,
+        "problem": run_info.problem,
+        "recipe": run_info.settings.get("name"),
+        "task": run_info.settings.get("task"),
         "score": None if score is None else {"name": score.name, "value": score.value, "split": score.split},
-        "began": known.began,
-        "seconds": known.seconds,
-        "bytes": {**known.parts, "total": known.size},
-        "from": origin(known, inventory),
-        "store": None if known.store is None else known.store.name,
-        "cleaned": known.cleaned,
-        **({"winner": known.winner} if known.kind == "search" else {}),
-        **({"trials": [_document(trial, inventory) for trial in known.trials]} if known.trials else {}),
+        "started_at": run_info.started_at,
+        "seconds": run_info.seconds,
+        "bytes": {**run_info.bytes_by_part, "total": run_info.size},
+        "from": describe_origin(run_info, inventory),
+        "store": None if run_info.store is None else run_info.store.name,
+        "cleaned": run_info.kept_by_clean,
+        **({"winner": run_info.winner} if run_info.kind == "search" else {}),
+        **({"trials": [_run_document(trial, inventory) for trial in run_info.trials]} if run_info.trials else {}),
     }
 
 
-def _since(began: float, now: float) -> str:
-    """How long ago, and past a month the day."""
-    if now - began > MONTH_S:
-        return time.strftime("%Y-%m-%d", time.localtime(began))
-    return f"{duration(now - began)} ago"
+def _format_age(started_at: float, now: float) -> str:
+    """Format how long ago; after a month, the date."""
+    if now - started_at > MONTH_S:
+        return time.strftime("%Y-%m-%d", time.localtime(started_at))
+    return f"{format_duration(now - started_at)} ago"
 
 
-def duration(seconds: float) -> str:
-    """Seconds in two digits or so: 40 s, 12 min, 3 h, 5 d."""
+def format_duration(seconds: float) -> str:
+    """Format seconds: 40 s, 12 min, 3 h, 5 d."""
     for size, unit in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 1.5 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{max(0.0, seconds):.0f} s"
 
 
-def _columns(rows: Sequence[dict[str, str]]) -> list[str]:
-    rows = [{head: _safe(cell) for head, cell in row.items()} for row in rows]
-    wide = {head: max(len(row[head]) for row in rows) for head in HEADS}
+def _align_columns(rows: Sequence[dict[str, str]]) -> list[str]:
+    rows = [{head: _escape(cell) for head, cell in row.items()} for row in rows]
+    widths = {head: max(len(row[head]) for row in rows) for head in HEADERS}
     return [
         "  ".join(
-            row[head].rjust(wide[head]) if head in RIGHT else row[head].ljust(wide[head]) for head in HEADS
+            row[head].rjust(widths[head]) if head in RIGHT_ALIGNED else row[head].ljust(widths[head])
+            for head in HEADERS
         ).rstrip()
         for row in rows
     ]
 
 
-def _safe(text: str) -> str:
-    """A folder's name may hold anything, a terminal's control codes too."""
+def _escape(text: str) -> str:
+    """Escape control characters: a folder's name may have terminal control codes."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 # -------------------------------------------------------------------------------------------------------- the totals
 
 
-def _shared(inventory: Inventory) -> list[str]:
+def _format_shared(inventory: Inventory) -> list[str]:
     lines = []
-    for one in inventory.shared:
-        names = list(dict.fromkeys(clean_plan.short_name(user) for user in one.users))
-        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
-        users = f"used by {', '.join(names[:4])}{more}" if names else "used by no run"
-        lines.append(_safe(f"{one.name}: {one.what}, {disk_usage.text(one.size)}, {users}"))
+    for item in inventory.shared:
+        names = list(dict.fromkeys(clean_plan.short_name(user) for user in item.users))
+        more_text = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        users = f"used by {', '.join(names[:4])}{more_text}" if names else "used by no run"
+        lines.append(_escape(f"{item.name}: {item.category}, {disk_usage.format_bytes(item.size)}, {users}"))
     return lines
 
 
-def _totals(inventory: Inventory) -> list[str]:
-    trials = sum(len(known.trials) for known in inventory.runs)
+def _format_totals(inventory: Inventory) -> list[str]:
+    trials = sum(len(run.trials) for run in inventory.runs)
     count = f"{len(inventory.runs)} run{'' if len(inventory.runs) == 1 else 's'}"
-    size = _safe(f"{disk_usage.text(inventory.size)} in {inventory.root}")
+    size = _escape(f"{disk_usage.format_bytes(inventory.size)} in {inventory.root}")
     lines = [f"{count}{f' and {trials} trials' if trials else ''}, {size}"]
-    if may_go := freed(inventory):
-        lines.append(f"rtrain clean would free {disk_usage.text(may_go)}")
-        lines.append(f"next: rtrain clean {shown(inventory.root)} --dry-run")
-    elif usable := next((known for known in newest_first(inventory.runs) if known.ended), None):
-        lines.append(f"next: rtrain predict {shown(usable.run.folder)} 'a text'")
+    if freeable := freed_bytes(inventory):
+        lines.append(f"rtrain clean would free {disk_usage.format_bytes(freeable)}")
+        lines.append(f"next: rtrain clean {quote_path(inventory.root)} --dry-run")
+    elif servable_run := next((value for value in sort_newest_first(inventory.runs) if value.is_complete), None):
+        lines.append(f"next: rtrain predict {quote_path(servable_run.run.folder)} 'a text'")
     return lines
 
 
-def removals_text(removals: Sequence[Removal], dry: bool) -> str:
-    """What goes, in bytes and words; what is lost by it; what stays although it was asked for."""
+def format_removals(removals: Sequence[Removal], is_dry_run: bool) -> str:
+    """Format removed bytes, consequences, and reasons of kept parts."""
     lines = []
     for removal in removals:
-        if not (removal.size or removal.stays):
+        if not (removal.size or removal.kept_reasons):
             continue
         lines.append(
-            _safe(f"{removal.name}: {disk_usage.text(removal.size) if removal.size else 'nothing'} {_goes(dry)}")
+            _escape(
+                f"{removal.name}: {disk_usage.format_bytes(removal.size) if removal.size else 'nothing'} "
+                f"{_removal_verb(is_dry_run)}"
+            )
         )
-        of_kind: dict[str, int] = {}
-        for part in removal.parts:
-            of_kind[part.what] = of_kind.get(part.what, 0) + part.size
-        lines += [_safe(f"  {what}: {disk_usage.text(size)}") for what, size in of_kind.items() if size]
-        lines += [_safe(f"  lost: {what}") for what in removal.lost]
-        lines += [_safe(f"  stays: {what}") for what in removal.stays]
+        bytes_by_category: dict[str, int] = {}
+        for item in removal.items:
+            bytes_by_category[item.category] = bytes_by_category.get(item.category, 0) + item.size
+        lines += [
+            _escape(f"  {item}: {disk_usage.format_bytes(size)}") for item, size in bytes_by_category.items() if size
+        ]
+        lines += [_escape(f"  lost: {consequence}") for consequence in removal.consequences]
+        lines += [_escape(f"  stays: {reason}") for reason in removal.kept_reasons]
     total = sum(removal.size for removal in removals)
-    return "\n".join([*lines, f"{disk_usage.text(total)} {_goes(dry)}" if total else "nothing to remove"])
+    return "\n".join(
+        [*lines, f"{disk_usage.format_bytes(total)} {_removal_verb(is_dry_run)}" if total else "nothing to remove"]
+    )
 
 
-def _goes(dry: bool) -> str:
-    return "would go" if dry else "goes"
+def _removal_verb(is_dry_run: bool) -> str:
+    return "would go" if is_dry_run else "goes"
 
 
-def removals_document(removals: Sequence[Removal], dry: bool) -> dict[str, Any]:
+def removals_document(removals: Sequence[Removal], is_dry_run: bool) -> dict[str, Any]:
     return {
-        "dry_run": dry,
+        "dry_run": is_dry_run,
         "bytes": sum(removal.size for removal in removals),
         "removed": [
             {
                 "name": removal.name,
                 "keep": removal.keep,
-                "parts": [{"path": str(part.path), "bytes": part.size, "what": part.what} for part in removal.parts],
-                "lost": list(removal.lost),
-                "stays": list(removal.stays),
+                "parts": [
+                    {"path": str(part.path), "bytes": part.size, "category": part.category} for part in removal.items
+                ],
+                "consequences": list(removal.consequences),
+                "kept_reasons": list(removal.kept_reasons),
             }
             for removal in removals
-            if removal.parts or removal.stays
+            if removal.items or removal.kept_reasons
         ],
     }

@@ -1,6 +1,6 @@
-"""What answering needs, as wheels of the installed versions, for a machine that reaches no package index.
+"""The packages for inference as wheels of the installed versions, for a machine without a package index.
 
-An int8 artefact is answered without torch and transformers, and `rtrain predict` without Ray: the smallest set has
+An int8 artifact needs neither torch nor transformers, and `rtrain predict` does not need Ray: the smallest set has
 some 150 MB, and all of rtrain several hundred.
 """
 
@@ -18,70 +18,69 @@ from typing import Literal
 import rtrain
 from rtrain.core.errors import UserError
 
-What = Literal["predict", "serve", "all"]
-"""What the other machine is to do: answer by `rtrain predict`, serve too, or everything that rtrain does."""
-PURPOSES: dict[What, str] = {"predict": "answer", "serve": "serve", "all": "do all that rtrain does"}
-PREDICT = ("fsspec", "numpy", "pyarrow", "pydantic", "PyYAML", "regex", "rich", "tokenizers", "typer")
-"""Needed by the command line, by every answer, and by rows of files (pyarrow)."""
-ENGINE = {"torch": ("torch", "transformers", "safetensors")}
-"""Needed by an engine; of those that are not here, the package of its own name."""
-SERVE = ("ray[data,serve]", "fastapi", "fastapi-offline", "limits", "prometheus_client", "psutil", "scipy")
-SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
-"""What rtrain's own wheel is built from, in a checkout."""
-BUILT_AT = "315532800"
-"""Time of the files in rtrain's own wheel, 1980, since a zip knows no earlier: equal files give equal bytes."""
-SHOWN_LINES = 5
-"""Last lines of pip's that an error shows."""
+Purpose = Literal["predict", "serve", "all"]
+"""Use of the other machine: `rtrain predict`, also `rtrain serve`, or all of rtrain."""
+PURPOSES: dict[Purpose, str] = {"predict": "predict", "serve": "serve", "all": "use all of rtrain"}
+PREDICT_PACKAGES = ("fsspec", "numpy", "pyarrow", "pydantic", "PyYAML", "regex", "rich", "tokenizers", "typer")
+"""Needed by the command line, by inference, and for files of rows (pyarrow)."""
+ENGINE_PACKAGES = {"torch": ("torch", "transformers", "safetensors")}
+"""Packages of engines; default: the package with the engine's name."""
+SERVE_PACKAGES = ("ray[data,serve]", "fastapi", "fastapi-offline", "limits", "prometheus_client", "psutil", "scipy")
+WHEEL_SOURCES = ("pyproject.toml", "README.md", "LICENSE", "rtrain", "serve", "tune")
+"""Files of a checkout from which rtrain's own wheel is built."""
+BUILD_TIME = "315532800"
+"""Time of the files in rtrain's own wheel: 1980, the earliest in a zip. Equal files give equal bytes."""
+MAX_ERROR_LINES = 5
+"""Last lines of pip's output in an error."""
 
 
-def packages(what: What, engine: Iterable[str]) -> list[str]:
-    """The packages to fetch, by name, for artefacts of these engines; what they need in turn is for pip to find."""
-    if what == "all":
-        known = metadata.requires("rtrain") or ()
-        wanted = [line for line in known if "extra ==" not in line or 'extra == "train"' in line]
-        return sorted({_name(line) for line in wanted}, key=str.lower)
-    found = {*PREDICT, *(SERVE if what == "serve" else ())}
-    for name in engine:
-        found.update(ENGINE.get(name, (name,)))
-    return sorted(found, key=str.lower)
+def required_packages(purpose: Purpose, engines: Iterable[str]) -> list[str]:
+    """Return the names of the packages for artifacts of these engines, without their dependencies."""
+    if purpose == "all":
+        requirements = metadata.requires("rtrain") or ()
+        needed = [line for line in requirements if "extra ==" not in line or 'extra == "train"' in line]
+        return sorted({_requirement_name(line) for line in needed}, key=str.lower)
+    names = {*PREDICT_PACKAGES, *(SERVE_PACKAGES if purpose == "serve" else ())}
+    for engine_name in engines:
+        names.update(ENGINE_PACKAGES.get(engine_name, (engine_name,)))
+    return sorted(names, key=str.lower)
 
 
-def fetch(what: What, engine: Iterable[str], folder: Path) -> list[Path]:
-    """Put the wheels into an empty folder, rtrain's own among them. Raises `UserError` where pip fails."""
+def fetch_wheels(purpose: Purpose, engines: Iterable[str], folder: Path) -> list[Path]:
+    """Download the wheels, and build rtrain's own, into an empty folder. Raises `UserError` if pip fails."""
     constraints = folder / "constraints.txt"
-    constraints.write_text("".join(f"{line}\n" for line in installed()), encoding="utf-8")
-    _pip(download(packages(what, engine), constraints, folder))
-    _own(folder)
+    constraints.write_text("".join(f"{line}\n" for line in installed_constraints()), encoding="utf-8")
+    _run_pip(download_arguments(required_packages(purpose, engines), constraints, folder))
+    _build_own_wheel(folder)
     constraints.unlink()
     return sorted(folder.glob("*.whl"))
 
 
-def download(names: Sequence[str], constraints: Path, folder: Path) -> list[str]:
-    """pip's arguments. Wheels alone: a source archive would want its build tools, which the other machine lacks."""
+def download_arguments(names: Sequence[str], constraints: Path, folder: Path) -> list[str]:
+    """Return pip's arguments. Wheels only: the other machine has no build tools."""
     return ["download", "--only-binary=:all:", "--dest", str(folder), "--constraint", str(constraints), *names]
 
 
-def installed() -> list[str]:
-    """`name==version` of all that is installed here but rtrain, in the form of pip's constraints.
+def installed_constraints() -> list[str]:
+    """Return `name==version` of all installed packages but rtrain, as pip constraints.
 
     Without the local part (`+cpu`): an index that has the same version in another build serves as well.
     """
-    found: dict[str, str] = {}
+    constraint_by_name: dict[str, str] = {}
     for distribution in metadata.distributions():
         name = distribution.metadata["Name"]
         if name and name.lower() != "rtrain":
-            found.setdefault(name.lower(), f"{name}=={distribution.version.partition('+')[0]}")
-    return [found[name] for name in sorted(found)]
+            constraint_by_name.setdefault(name.lower(), f"{name}=={distribution.version.partition('+')[0]}")
+    return [constraint_by_name[name] for name in sorted(constraint_by_name)]
 
 
-def command(folder: str) -> str:
-    """The one command that installs the wheels of a folder, without an index."""
+def install_command(folder: str) -> str:
+    """Return the command that installs the wheels of a folder without an index."""
     return f"python -m pip install --no-index --no-deps {folder}/*.whl"
 
 
-def doubt(names: Iterable[str]) -> str | None:
-    """What pip may do that nobody wants: a build of torch for this machine alone is not on PyPI, which has the one with
-    CUDA in its place."""
+def torch_build_warning(names: Iterable[str]) -> str | None:
+    """Return a warning about torch: PyPI has the CUDA build in place of this machine's build."""
     version = metadata.version("torch") if "torch" in names else ""
     if "+" not in version or any(os.environ.get(name) for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL")):
         return None
@@ -92,52 +91,53 @@ def doubt(names: Iterable[str]) -> str | None:
     )
 
 
-def instructions(run: str, file: str, what: What) -> str:
-    """INSTALL.txt: what to do on a machine that has nothing yet."""
+def format_instructions(run: str, file: str, purpose: Purpose) -> str:
+    """Return INSTALL.txt: the commands for a machine without rtrain."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    where = f"{version}, {platform.system()} {platform.machine()}"
+    platform_text = f"{version}, {platform.system()} {platform.machine()}"
     return (
-        f"The run {run}, and the wheels that it takes to {PURPOSES[what]}: {where}.\n\n"
+        f"The run {run}, and the wheels that it takes to {PURPOSES[purpose]}: {platform_text}.\n\n"
         f"tar -xf {shlex.quote(file)} wheels\n"
         f"{version} -m venv env\n"
         f". env/bin/activate\n"
-        f"{command('wheels')}\n"
+        f"{install_command('wheels')}\n"
         f"rtrain import {shlex.quote(file)}\n"
     )
 
 
-def _own(folder: Path) -> None:
-    """rtrain's own wheel: built from the checkout that it runs from, else fetched like the others."""
+def _build_own_wheel(folder: Path) -> None:
+    """Build rtrain's own wheel from its checkout, or download it."""
     checkout = Path(rtrain.__file__).resolve().parents[1]
     if not (checkout / "pyproject.toml").is_file():
-        _pip(["download", "--no-deps", "--dest", str(folder), f"rtrain=={rtrain.__version__}"])
+        _run_pip(["download", "--no-deps", "--dest", str(folder), f"rtrain=={rtrain.__version__}"])
         return
-    copy = folder / "checkout"  # building leaves files in the folder that is built
+    copy = folder / "checkout"  # a build writes files into its folder
     copy.mkdir()
-    for name in SOURCES:
+    for name in WHEEL_SOURCES:
         source = checkout / name
         if source.is_dir():
             shutil.copytree(source, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copyfile(source, copy / name)
-    _pip(["wheel", "--no-deps", "--wheel-dir", str(folder), str(copy)])
+    _run_pip(["wheel", "--no-deps", "--wheel-dir", str(folder), str(copy)])
     shutil.rmtree(copy)
 
 
-def _pip(arguments: Sequence[str]) -> None:
-    environment = {**os.environ, "SOURCE_DATE_EPOCH": BUILT_AT, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
-    words = [sys.executable, "-m", "pip", *arguments]
-    done = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
-    if done.returncode:
-        told = "\n  ".join(done.stderr.strip().splitlines()[-SHOWN_LINES:])
+def _run_pip(arguments: Sequence[str]) -> None:
+    environment = {**os.environ, "SOURCE_DATE_EPOCH": BUILD_TIME, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    arguments_line = [sys.executable, "-m", "pip", *arguments]
+    completed = subprocess.run(arguments_line, capture_output=True, text=True, env=environment, check=False)
+    if completed.returncode:
+        error_lines = "\n  ".join(completed.stderr.strip().splitlines()[-MAX_ERROR_LINES:])
         raise UserError(
-            f"pip could not fetch the wheels:\n  {told}\nThis machine must reach a package index (PIP_INDEX_URL, "
+            f"pip could not fetch the wheels:\n  {error_lines}\nThis machine must reach a package index "
+            "(PIP_INDEX_URL, "
             "PIP_EXTRA_INDEX_URL); export without --with-wheels where the other machine has rtrain already.",
             code="unreachable",
         )
 
 
-def _name(requirement: str) -> str:
-    """Name and extras of a requirement, without its version."""
+def _requirement_name(requirement: str) -> str:
+    """Return name and extras of a requirement, without its version."""
     end = next((place for place, char in enumerate(requirement) if char in "<>=!~; "), len(requirement))
     return requirement[:end]

@@ -1,0 +1,107 @@
+"""Tests that send signals to their own process. `test_signals` runs them in one that runs nothing else: beside all that
+other tests load, a signal was not heard in time, and ended the process that ran the tests."""
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rtrain.cli import options
+from rtrain.core import signals
+from rtrain.core.errors import CommandInterruptedError
+from tests.support.tiny import make_artifact
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_it_is_raised_once_and_cleaning_up_is_not_broken_off() -> None:
+    done = []
+
+    def work() -> None:
+        try:
+            terminate()
+        finally:
+            terminate()  # `timeout` sends it twice
+            done.append("cleaned up")
+
+    with pytest.raises(KeyboardInterrupt), signals.raise_on_sigterm():
+        work()
+    assert (signals.describe_interruption(), done) == (("ended by SIGTERM", 143), ["cleaned up"])
+    with pytest.raises(KeyboardInterrupt), signals.raise_on_sigterm():
+        raise KeyboardInterrupt
+    assert signals.describe_interruption() == ("interrupted", 130)
+
+
+@pytest.mark.parametrize(("number", "ended"), [(signal.SIGTERM, "ended by SIGTERM"), (signal.SIGINT, "interrupted")])
+def test_a_signal_that_comes_in_a_finalizer_still_ends_the_command(number: signal.Signals, ended: str) -> None:
+    class Last:
+        def __del__(self) -> None:
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+
+    def work() -> None:
+        signals.install_sigterm_handler()  # Ray has set its own handlers in between
+        Last()
+        time.sleep(30)
+
+    hook, told = sys.unraisablehook, list[object]()
+    sys.unraisablehook = lambda error: told.append(error.exc_value)
+    try:
+        with pytest.raises(KeyboardInterrupt), signals.raise_on_sigterm():
+            work()
+        assert (signals.describe_interruption()[0], told) == (ended, [])
+        with signals.raise_on_sigterm():
+            failing = type("Failing", (), {"__del__": lambda self: 1 / 0})()
+            del failing
+        assert [type(error) for error in told] == [ZeroDivisionError]
+    finally:
+        sys.unraisablehook = hook
+
+
+def test_the_handler_of_before_is_back_afterwards() -> None:
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: seen.append(number))
+    try:
+        with pytest.raises(KeyboardInterrupt), signals.raise_on_sigterm():
+            terminate()
+        terminate()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert seen == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+)
+def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, number: int, code: int, said: str) -> None:
+    run = tmp_path / "my run"
+    with (
+        pytest.raises(CommandInterruptedError) as caught,
+        signals.raise_on_sigterm(),
+        options.resume_hint_on_interrupt(run, "distill", "a teacher"),
+    ):
+        os.kill(os.getpid(), number)
+    assert (caught.value.exit_code, str(caught.value)) == (code, said)  # nothing is there yet
+    run.mkdir()
+    (run / "config.yaml").touch()
+    with (
+        pytest.raises(CommandInterruptedError) as caught,
+        signals.raise_on_sigterm(),
+        options.resume_hint_on_interrupt(run, "distill", "a teacher"),
+    ):
+        os.kill(os.getpid(), number)
+    assert str(caught.value) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
+    make_artifact(run / "artifact")
+    with (
+        pytest.raises(CommandInterruptedError) as caught,
+        signals.raise_on_sigterm(),
+        options.resume_hint_on_interrupt(run, "distill", "a teacher"),
+    ):
+        os.kill(os.getpid(), number)
+    assert str(caught.value) == f"{said}; next: rtrain report '{run}'"

@@ -1,0 +1,46 @@
+"""Events of a search for its user. Without Ray."""
+
+import re
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rtrain.cli import search as verb
+from rtrain.cluster import connection
+from rtrain.report import summary
+from rtrain.report.live import progress
+from rtrain.report.live.phase_timer import PhaseTimer
+from tests.support.searches import make_search, settings
+from tune import search
+from tune.history import Journal
+from tune.report import page
+
+
+def test_every_file_that_the_end_of_a_search_names_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    instance, context = make_search(tmp_path, [0.5, 0.7, 0.6]), SimpleNamespace(obj=PhaseTimer())
+    page.write_search_page(instance)
+    instance.best_config.touch()
+    ended: Any = search.SearchResult(instance, Journal(instance.trials).history)
+    monkeypatch.setattr(search, "run_search", lambda *arguments, **named_settings: ended)
+    monkeypatch.setattr(search.SearchResult, "gate_verdict", None)
+    monkeypatch.setattr(connection, "session", lambda *arguments: nullcontext())
+    monkeypatch.setattr(progress, "format_summary", lambda item, winner: "")
+    monkeypatch.setattr(summary, "summarize", lambda winner: {})
+    arguments: Any = (
+        context,
+        settings(tmp_path, 3),
+        instance.folder,
+        "resume",
+        False,
+        ("train", "intent"),
+        lambda winner: "",
+    )
+    verb.run_search(*arguments)
+    named_settings = re.findall(rf"{tmp_path}[^\s;,]*", capsys.readouterr().out)
+    assert {Path(name).name for name in named_settings} == {"best.yaml", "search.html"}
+    assert all(Path(name).is_file() for name in named_settings)

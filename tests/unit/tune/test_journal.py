@@ -1,0 +1,168 @@
+"""The journal of a search, torn anywhere, and the history that it is replayed into."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from tune.history import FinalResult, History, Journal, RungResult, find_trial, read_journal, replay_journal
+
+RUNG = {"trial": 0, "rung": 0, "step": 12, "rows": 768, "score": 0.5, "loss": 1.25, "seconds": 2.5}
+END = {"trial": 1, "step": 60, "rows": 3840, "score": 0.75, "holdout_score": 0.5, "holdout_rows": 90}
+EVENTS: list[tuple[str, dict[str, Any]]] = [
+    ("created", {"trial": 0, "settings": {}, "proposed_by": "recipe", "repeat_of": None, "seed": None}),
+    ("created", {"trial": 1, "settings": {"optim.lr": 1e-4, "data.text": 'größe \u2028 "x"'}, "proposed_by": "gp"}),
+    ("rung_result", RUNG),
+    ("failed", {"trial": 0, "error": "CUDA\nis gone", "seconds": 1.0}),
+    ("rung_result", {**RUNG, "trial": 1, "loss": None}),
+    ("finished", END),
+    ("created", {"trial": 2, "settings": {"optim.lr": 1e-4}, "proposed_by": "seed", "repeat_of": 1, "seed": 7}),
+    ("diverged", {"trial": 2, "reason": "the loss is infinite", "seconds": 1.0}),
+    ("stopped", {"reason": "the budget is spent"}),
+    ("usage", {"seconds": 2.5, "slot_seconds": 5.0}),
+    ("usage", {"seconds": 4.0, "slot_seconds": 8.0}),
+    ("winner", {"winner": 1, "verdict": {"text": "better"}}),
+]
+
+
+def written(path: Path, events: list[tuple[str, dict[str, Any]]] = EVENTS) -> bytes:
+    journal = Journal(path)
+    for kind, fields in events:
+        journal.append(kind, **fields)
+    return path.read_bytes()
+
+
+def after(count: int) -> History:
+    """The history of the first events."""
+    return replay_journal([{"kind": kind, **fields} for kind, fields in EVENTS[:count]])
+
+
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return written(tmp_path_factory.mktemp("journal") / "trials.jsonl")
+
+
+def test_a_journal_tells_what_was_written() -> None:
+    result = after(len(EVENTS))
+    first, second, third = result.trials
+    assert first.rung_results == (RungResult(0, 12, 768, 0.5, 1.25, 2.5),)
+    assert (first.error, first.status, first.is_valid) == ("CUDA\nis gone", "failed", False)
+    assert second.final_result == FinalResult(60, 3840, 0.75, 0.5, 90)
+    assert (second.status, second.proposed_by, second.settings["optim.lr"]) == ("finished", "gp", 1e-4)
+    assert (third.status, third.repeat_of, third.seed, third.label) == ("diverged", 1, 7, "trial 1 with seed 7")
+    assert result.original_trials == (first, second)
+    assert (result.stop_reason, result.winner, result.verdict) == ("the budget is spent", 1, {"text": "better"})
+    assert result.seconds == 6.5
+    assert find_trial(result.trials, 2) is third
+
+
+def test_a_journal_that_is_opened_again_has_the_history_of_its_writer(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "trials.jsonl")
+    for count, (kind, fields) in enumerate(EVENTS, 1):
+        assert journal.append(kind, **fields) == journal.history == after(count)
+        assert Journal(journal.path).history == after(count)
+    assert all(event["time"] > 0 for event in read_journal(journal.path))
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_a_journal_torn_anywhere_has_the_events_before_the_tear_and_takes_the_next_one(
+    full: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
+    size = data.draw(st.integers(0, len(full)))
+    path = tmp_path_factory.mktemp("torn") / "trials.jsonl"
+    path.write_bytes(full[:size])
+    ends = [place for place in range(len(full)) if full[place : place + 1] == b"\n"]
+    count = sum(end <= size for end in ends)  # an event that lacks just its line's end is whole
+    journal = Journal(path)
+    assert journal.history == after(count)
+    journal.append("usage", seconds=8.0, slot_seconds=8.0)
+    repeat = Journal(path).history
+    assert repeat == journal.history
+    assert repeat.trials == after(count).trials
+    assert repeat.seconds == after(count).seconds + 8.0
+
+
+def test_a_rung_that_was_run_again_counts_once() -> None:
+    overrides, repeat = {"kind": "created", "trial": 0}, {"kind": "rung_result", **RUNG}
+    result = replay_journal([overrides, repeat, {**repeat, "score": 0.75}])
+    assert [rung.score for rung in result.trials[0].rung_results] == [0.5]
+    pair = replay_journal([overrides, repeat, {**repeat, "rung": 1, "rows": 1536, "score": 0.75}])
+    assert [(rung.rung, rung.score) for rung in pair.trials[0].rung_results] == [(0, 0.5), (1, 0.75)]
+
+
+def test_a_trial_that_failed_and_then_finished_has_finished() -> None:
+    result = replay_journal(
+        [{"kind": "created", "trial": 1}, {"kind": "failed", "trial": 1, "error": "x", "seconds": 1.0}]
+    )
+    assert result.trials[0].status == "failed"
+    ended = result.with_event({"kind": "finished", **END})
+    assert (ended.trials[0].status, ended.trials[0].is_valid) == ("finished", True)
+
+
+def test_a_trial_has_cost_what_it_took_until_it_failed_or_diverged() -> None:
+    events: list[dict[str, Any]] = [
+        *({"kind": "created", "trial": number} for number in range(3)),
+        {"kind": "failed", "trial": 0, "error": "CUDA is gone", "seconds": 40.0},
+        {"kind": "diverged", "trial": 1, "reason": "loss", "seconds": 30.0},
+        {"kind": "rung_result", **RUNG, "trial": 2},
+        {"kind": "diverged", "trial": 2, "reason": "loss", "seconds": 20.0},
+    ]
+    assert [trial.seconds for trial in replay_journal(events).trials] == [40.0, 30.0, 20.0]
+
+
+def test_the_noise_scale_is_known_once_it_was_written_down() -> None:
+    overrides = {"kind": "created", "trial": 0}
+    assert replay_journal([overrides]).max_useful_batch_size is None
+    messages = replay_journal([overrides, {"kind": "noise", "max_useful_batch_size": 180, "fastest_batch_size": 64}])
+    assert (messages.max_useful_batch_size, messages.fastest_batch_size) == (180, 64)
+
+
+def test_a_search_that_was_stopped_may_be_reopened() -> None:
+    stopped = {"kind": "stopped", "reason": "30 minutes are over", "budget": {"max_minutes": 30.0}}
+    result = replay_journal([{"kind": "created", "trial": 0}, stopped])
+    assert (result.stop_reason, result.stop_budget) == ("30 minutes are over", {"max_minutes": 30.0})
+    repeat = result.with_event({"kind": "reopened", "budget": {"max_minutes": 600.0}})
+    assert (repeat.stop_reason, repeat.stop_budget) == (None, None)
+    assert replay_journal([{"kind": "stopped", "reason": "tune.trials=4"}]).stop_budget is None
+
+
+TRIALS = 4
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_in_which_order_slots_answer_changes_no_trial_and_a_prefix_is_the_state_of_its_moment(
+    data: st.DataObject,
+) -> None:
+    """Each trial's own events keep their order; those of several trials are interleaved as slots happen to answer."""
+    overrides = [
+        {"kind": "created", "trial": number, "settings": {"optim.lr": 0.1 * number}} for number in range(TRIALS)
+    ]
+    streams: dict[int, list[dict[str, Any]]] = {}
+    for number in range(TRIALS):
+        rungs = data.draw(st.integers(0, 3))
+        local_values = [{"kind": "rung_result", **RUNG, "trial": number, "rung": rung} for rung in range(rungs)]
+        last: list[dict[str, Any]] = data.draw(
+            st.sampled_from(
+                [
+                    [],
+                    [{"kind": "finished", **END, "trial": number}],
+                    [{"kind": "failed", "trial": number, "error": "no", "seconds": 3.0}],
+                    [{"kind": "diverged", "trial": number, "reason": "loss", "seconds": 3.0}],
+                ]
+            )
+        )
+        streams[number] = local_values + last
+    turns = [number for number, stream in streams.items() for _ in stream]
+    replayed = []
+    for _ in range(2):
+        left = {number: iter(stream) for number, stream in streams.items()}
+        answers = [next(left[number]) for number in data.draw(st.permutations(turns))]
+        history, state = replay_journal(overrides), [*overrides]
+        for event in answers:
+            history, state = history.with_event(event), [*state, event]
+            assert replay_journal(state) == history
+        replayed.append(history)
+    assert replayed[0] == replayed[1]
