@@ -1,7 +1,7 @@
 """All uses of private names of Ray, one function each.
 
-A new version may take any of them away: `tests/test_ray_internals*.py` ask that each still exists and means the same.
-Ray is not imported before a function is called. Other packages import the names below.
+A new version may remove any of them: the tests in tests/unit/ray_internals and tests/ray check that each exists and
+keeps its meaning. Ray is not imported before a function is called. Other packages import the names below.
 """
 
 from rtrain.ray_internals.cluster import (

@@ -118,7 +118,7 @@ def test_rows_of_a_file_are_answered_into_a_file(run: Cli, artifact: Path, tmp_p
     assert error_of(run, "predict", artifact, "--data", "messy.csv", "--out", "answers.csv")[0] == 2
     code, out, _ = run("predict", artifact, "--data", "messy.csv", "--out", "answers.csv", "--overwrite")
     assert code == 0
-    assert out.startswith("7 rows: 3 answered, 2 empty, 2 bad; ")
+    assert out.startswith("7 rows: 3 answered, 2 empty, 2 unusable; ")
 
 
 @pytest.mark.parametrize(

@@ -291,13 +291,13 @@ def test_a_drilled_run_ends_like_one_that_was_never_touched(ray_session: Path) -
     certificate = drill.run(selection, folder, faults, message.append)
     assert [fault["name"] for fault in certificate.faults] == [fault.name for fault in faults]
     assert all(fault["resumed_from"] > 0 for fault in certificate.faults)
-    assert all(0 <= fault["recomputed_steps"] <= fault["allowed"] for fault in certificate.faults)
+    assert all(0 <= fault["recomputed_steps"] <= fault["max_recomputed_steps"] for fault in certificate.faults)
     assert all(fault["seconds_to_next_step"] > 0 for fault in certificate.faults)
     assert (certificate.is_same_weights, certificate.is_same_order) == (True, True)
     assert (certificate.rows_lost, certificate.rows_repeated, certificate.passed) == (0, 0, True)
     log = events.read_events(folder / "drilled")
     assert [event["cause"] for event in log if event["kind"] == "crashed"] == ["crash"]
-    assert log[-1]["certificate"] == json.loads(json.dumps(certificate.to_document()))
+    assert log[-1]["report"] == json.loads(json.dumps(certificate.to_document()))
     assert len(list((folder / "drilled" / "checkpoints" / "quarantine").iterdir())) == 1
     summary = json.loads((folder / "drilled" / "summary.json").read_text())
     assert (summary["restarts"], summary["steps"]) == (1, certificate.steps)
