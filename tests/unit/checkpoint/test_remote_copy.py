@@ -167,7 +167,7 @@ def test_nothing_is_lost_in_the_storage_where_a_copy_cannot_be_judged(
         "a read error": (manifest.UnreadableFileError, r"cannot be read \(Input/output error\)", {}),
         "another run": (
             checkpoint_format.WrongRunError,
-            r"file://.*/run/checkpoints/step-00000004 is of",
+            r"file://.*/run/checkpoints/step-00000004 belongs to another run",
             {"global_batch_size": 20},
         ),
     }[fault]
