@@ -73,7 +73,7 @@ class SearchResult:
     def to_document(self) -> dict[str, Any]:
         trials = [{**asdict(trial), "status": trial.status} for trial in self.history.trials]
         verdict = dict(self.history.verdict)
-        return {"trials": trials, "winner": self.history.winner, "verdict": verdict, "gate": self.gate_verdict}
+        return {"trials": trials, "winning_trial": self.history.winner, "verdict": verdict, "gate": self.gate_verdict}
 
 
 def check_search(config: Config, students: bool = False) -> None:

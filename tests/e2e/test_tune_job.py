@@ -78,7 +78,7 @@ def test_a_search_whose_driver_is_killed_in_a_job_goes_on_with_what_it_knew(head
     assert [trial.number for trial in history.original_trials] == [0, 1, 2, 3]
     rungs = [(event["trial"], event["rung"]) for event in after if event["kind"] == "rung_result"]
     assert len(rungs) == len(set(rungs))  # none was run again
-    assert json.loads(_document(ended.stdout))["winner"] == history.winner
+    assert json.loads(_document(ended.stdout))["winning_trial"] == history.winner
     assert sorted(job["status"] for job in head.jobs() if str(search) in job["entrypoint"]) == ["FAILED", "SUCCEEDED"]
     assert drivers(head) == []
 
