@@ -27,7 +27,7 @@ Figures = dict[str, float]
 
 
 def headline(run: Path) -> Figures:
-    """Test scores by which models are compared, and those of each slice."""
+    """Test scores that compare models, and the headline score of each slice."""
     document = json.loads((run / "scores-test.json").read_text(encoding="utf-8"))
     name = document["headline"]
     scores = dict(document["scores"])
@@ -58,7 +58,7 @@ def kappa_by_prompt(run: Path) -> Figures:
         rows = prompt == number
         true, predicted = (low + (high - low) * table[name].to_numpy()[rows] for name in ("target", "prediction"))
         # Scores were stored as float32, in which 0.6 of 60 is not exactly 36.
-        figures[f"prompt {number}"] = regression.compute_quadratic_weighted_kappa(np.rint(true), predicted, low, high)
+        figures[f"prompt {number}"] = regression.make_kappa_metric(np.rint(true), predicted, low, high).scores()["qwk"]
     return {**headline(run), **figures, "mean_qwk": statistics.fmean(figures.values())}
 
 
@@ -107,26 +107,14 @@ JOBS = (
         "banking77",
         sets.banking77,
         "accuracy",
-        {
-            "train.epochs": 5,
-            "optim.lr": 3e-4,
-            "train.label_smoothing": 0.1,
-            "train.global_batch_size": 64,
-            **REFIT,
-        },
+        {"train.epochs": 5, "optim.lr": 3e-4, "train.label_smoothing": 0.1, "train.global_batch_size": 64, **REFIT},
         seeds(0, 1, 2),
         floor=0.894,
         target=0.93,
         published="BERT-large 0.937",
     ),
     Job(
-        "banking77, 10 rows a class",
-        "intent",
-        "banking77",
-        sets.few_of_banking77,
-        "accuracy",
-        FEW_ROWS,
-        seeds(0, 1, 2),
+        "banking77, 10 rows a class", "intent", "banking77", sets.few_of_banking77, "accuracy", FEW_ROWS, seeds(0, 1, 2)
     ),
     Job(
         "banking77, 10 rows a class and noisy copies",
@@ -204,10 +192,7 @@ JOBS = (
         "ielts_essays",
         sets.ielts,
         "rmse",
-        {
-            **{"train.epochs": 2, "optim.lr": 1e-4, "train.global_batch_size": 16, "data.folds": 5},
-            **REFIT,
-        },
+        {**{"train.epochs": 2, "optim.lr": 1e-4, "train.global_batch_size": 16, "data.folds": 5}, **REFIT},
         folds(5),
         floor=0.929,
         published="0.85 or 0.71 in its paper",
@@ -246,14 +231,7 @@ JOBS = (
         floor=0.766,
         target=0.80,
     ),
-    Job(
-        "cuad spans",
-        "squad",
-        "cuad",
-        sets.spans,
-        "f1",
-        {"train.epochs": 2, "train.global_batch_size": 32},
-    ),
+    Job("cuad spans", "squad", "cuad", sets.spans, "f1", {"train.epochs": 2, "train.global_batch_size": 32}),
     Job(
         "legal_summarization, 5 folds",
         "summary",
@@ -360,10 +338,7 @@ def run(job: Job, data: Path, out: Path, assignments: list[str]) -> dict[str, An
 
 def table(lines: Iterable[Mapping[str, Any]]) -> str:
     """The table, as Markdown that a terminal shows well."""
-    rows = [
-        "| set | score | floor | ours | runs | target | published | seconds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows = ["| set | score | floor | ours | runs | target | published | seconds |", "|---|---|---|---|---|---|---|---|"]
     for line in lines:
         spread = " ".join(f"{value:.4g}" for value in line["values"]) if len(line["values"]) > 1 else ""
         numbers = (line["floor"], line["ours"], spread, line["target"], line["published"], round(line["seconds"]))

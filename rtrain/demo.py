@@ -15,13 +15,12 @@ from rtrain.config import Config
 from rtrain.core import events
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.run_folder import Run
-from rtrain.data import row_reader, synthetic
-from rtrain.data.sources import find
+from rtrain.data import row_reader, sources, synthetic
 from rtrain.data.splits import Splits
 from rtrain.data.store import builder as store_builder
 from rtrain.metrics.registry import get_metric
 from rtrain.models import builder as models_builder
-from rtrain.report.live.progress import ProgressLine, print_message
+from rtrain.report.progress import ProgressLine, print_message
 from rtrain.report.summary import summarize
 from rtrain.runs import prepare, run_folders
 from rtrain.tasks import base
@@ -76,15 +75,13 @@ def run_demo(config: Config, out: str | None, keep_serving: bool = False) -> dic
     from serve.auth import preflight
 
     start_time = time.perf_counter()
-    access_settings = {name: value for name in ("keys", "tls_cert") if (value := getattr(config.deploy.serve, name))}
-    if access_settings:
-        reason, fix = "the demo sends requests without a key", "leave it out, and serve the artifact of the demo"
-        raise ConfigError(
-            [
-                Problem(f"serve.{name}", value, reason, fix, code="conflicting_settings")
-                for name, value in access_settings.items()
-            ]
-        )
+    reason, fix = "the demo sends requests without a key", "leave it out, and serve the artifact of the demo"
+    if problems := [
+        Problem(f"serve.{name}", value, reason, fix, code="conflicting_settings")
+        for name in ("keys", "tls_cert")
+        if (value := getattr(config.deploy.serve, name))
+    ]:
+        raise ConfigError(problems)
     folder = run_folders.default_run_folder("demo", out)
     config = _write_demo_data(config, folder, must_be_empty=out is not None)
     prepare.check_run(config)
@@ -158,11 +155,9 @@ def _run_training_stages(report: DemoReport, config: Config, folder: Path, line:
     with report.time_stage("quantize", line) as stage:
         task = ray.remote(**ISOLATED_TASK_OPTIONS)(quantize.run_quantization)
         quantize_report = ray.get(task.remote(recipe, store.folder, student, student / "artifact-int8"))
-        stage.score, stage.size_mb, stage.rows = (
-            quantize_report["test"][headline],
-            quantize_report["size_mb"],
-            recipe.quantize.calibration_rows,
-        )
+        stage.score = quantize_report["test"][headline]
+        stage.size_mb = quantize_report["size_mb"]
+        stage.rows = recipe.quantize.calibration_rows
     line(events.make_phase_event(f"gate: {gate_table.format_sentence(quantize_report['gate'])}", "gate"))
 
 
@@ -196,7 +191,7 @@ def _run_serving_stages(report: DemoReport, config: Config, folder: Path, line: 
         with report.time_stage("ask", line) as stage:
             assert config.recipe.data.test
             rows = list(
-                row_reader.read_rows(find.SourceFile(config.recipe.data.test, "csv", "test"), config.recipe.data)
+                row_reader.read_rows(sources.SourceFile(config.recipe.data.test, "csv", "test"), config.recipe.data)
             )
             sample = rows[:: len(rows) // NUM_QUERY_TEXTS][:NUM_QUERY_TEXTS]
             answer = query_endpoint(endpoint.url, artifact, [row.text for row in sample])
@@ -274,16 +269,14 @@ def format_table(report: DemoReport, document: dict[str, Any]) -> str:
     are shown even if the winner loses."""
     lines = [f"{'stage':<10} {'seconds':>8} {'rows':>8} {'score':>8} {'MB':>7} {'ms/text':>8}"]
     for stage in report.stages:
-        cells = [
+        cells = (
             (stage.rows, 8, ",d"),
             (stage.score, 8, ".4f"),
             (stage.size_mb, 7, ".1f"),
             (stage.latency_ms, 8, ".2f"),
-        ]
-        formatted_cells = " ".join(
-            f"{'' if value is None else format(value, form):>{width}}" for value, width, form in cells
         )
-        lines.append(f"{stage.name:<10} {stage.seconds:>8.1f} {formatted_cells}")
+        formatted = (f"{'' if value is None else format(value, form):>{width}}" for value, width, form in cells)
+        lines.append(f"{stage.name:<10} {stage.seconds:>8.1f} {' '.join(formatted)}")
     match_text = "the same as rtrain predict's" if report.answer_matches else "NOT THE SAME as rtrain predict's"
     return "\n".join(
         [

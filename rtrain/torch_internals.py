@@ -7,7 +7,7 @@ means the same. Torch is not imported before a function is called.
 import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -87,7 +87,6 @@ def make_strided_shard(dim: int, split_factor: int) -> Any:
 
 
 def is_strided_shard(placement: Any) -> bool:
-    """Whether a placement is one of `make_strided_shard`."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     return isinstance(placement, _StridedShard)
@@ -101,58 +100,24 @@ def softmax_backward(gradient: "torch.Tensor", output: "torch.Tensor") -> "torch
     return input_gradient
 
 
-def flash_attention(
-    query: "torch.Tensor",
-    key: "torch.Tensor",
-    value: "torch.Tensor",
-    cu_seqlens: "torch.Tensor",
-    max_seqlen: int,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    window: int | None = None,
-) -> "torch.Tensor":
-    """GPU flash attention over concatenated windows (Dao 2023, arXiv:2307.08691): query, key, value and result are
-    [tokens, heads, dim]. `torch.nn.attention.varlen.varlen_attn` calls the same kernel, without dropout.
-
-    `cu_seqlens`, int32 [windows + 1]: 0, and where each window ends; `max_seqlen`: tokens of the longest; `dropout`:
-    the rate at which attention weights are dropped, by the GPU's own generator; `window`: tokens that a token attends
-    to on either side, None for all.
-    """
-    import torch
-
-    sequence_args = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
-    output: torch.Tensor = torch.ops.aten._flash_attention_forward(
-        query,
-        key,
-        value,
-        *sequence_args,
-        dropout,
-        False,
-        False,
-        scale=scale,
-        window_size_left=window,
-        window_size_right=window,
-    )[0]
-    return output
-
-
+Qkv = tuple["torch.Tensor", "torch.Tensor", "torch.Tensor"]
+"""Queries, keys and values [tokens, heads, dim] of concatenated windows; or their gradients."""
 SequenceBounds = tuple["torch.Tensor", "torch.Tensor", int, int]
 """Windows of a flash-attention call: cumulative lengths of queries and of keys, both int32 [windows + 1] from 0; then
 the largest numbers of queries and of keys of a window."""
 
 
-def flash_forward(
-    query: "torch.Tensor",
-    key: "torch.Tensor",
-    value: "torch.Tensor",
-    bounds: SequenceBounds,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    window: int | None = None,
-) -> "tuple[torch.Tensor, ...]":
-    """`flash_attention` without a gradient.
+class FlashOptions(NamedTuple):
+    scale: float
+    dropout: float = 0.0
+    """The rate at which attention weights are dropped, by the GPU's own generator."""
+    window: int | None = None
+    """Tokens that a token attends to on either side; None for all."""
+
+
+def flash_forward(qkv: Qkv, bounds: SequenceBounds, options: FlashOptions) -> "tuple[torch.Tensor, ...]":
+    """GPU flash attention over concatenated windows (Dao 2023, arXiv:2307.08691).
+    `torch.nn.attention.varlen.varlen_attn` calls the same kernel, without dropout.
 
     Returns:
         The outputs [queries, heads, dim], the log-sum-exp values [heads, queries] in fp32, and two tensors from which
@@ -160,9 +125,10 @@ def flash_forward(
     """
     import torch
 
+    window = options.window
     outputs: tuple[torch.Tensor, ...] = torch.ops.aten._flash_attention_forward(
-        *(query, key, value, *bounds, dropout, False, False),
-        scale=scale,
+        *(*qkv, *bounds, options.dropout, False, False),
+        scale=options.scale,
         window_size_left=window,
         window_size_right=window,
     )
@@ -170,30 +136,21 @@ def flash_forward(
 
 
 def flash_backward(
-    gradient: "torch.Tensor",
-    query: "torch.Tensor",
-    key: "torch.Tensor",
-    value: "torch.Tensor",
-    output: "torch.Tensor",
-    log_sums: "torch.Tensor",
-    state: "Sequence[torch.Tensor]",
-    bounds: SequenceBounds,
-    *,
-    scale: float,
-    dropout: float = 0.0,
-    window: int | None = None,
-) -> "tuple[torch.Tensor, torch.Tensor, torch.Tensor]":
-    """Compute the gradients of `query`, `key` and `value`.
+    gradient: "torch.Tensor", qkv: Qkv, outputs: "Sequence[torch.Tensor]", bounds: SequenceBounds, options: FlashOptions
+) -> Qkv:
+    """Compute the gradients of queries, keys and values, from the `outputs` of `flash_forward`.
 
-    The weight of a key is exp(score - log_sum). So a query may also have read keys of another call, if `output` and
-    `log_sums` include all of its keys. A log-sum-exp of infinity leaves a query out, as the kernel itself does for a
-    query without keys. `state`: the last two tensors of the forward call.
+    The weight of a key is exp(score - log_sum). So a query may also have read keys of another call, if outputs and
+    log-sum-exp values include all of its keys. A log-sum-exp of infinity leaves a query out, as the kernel itself does
+    for a query without keys.
     """
     import torch
 
-    gradients: tuple[torch.Tensor, torch.Tensor, torch.Tensor] = torch.ops.aten._flash_attention_backward(
-        *(gradient, query, key, value, output, log_sums, *bounds, dropout, False, *state),
-        scale=scale,
+    window = options.window
+    output, log_sums, *state = outputs
+    gradients: Qkv = torch.ops.aten._flash_attention_backward(
+        *(gradient, *qkv, output, log_sums, *bounds, options.dropout, False, *state),
+        scale=options.scale,
         window_size_left=window,
         window_size_right=window,
     )

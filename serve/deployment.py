@@ -7,8 +7,9 @@ costs more than the model does.
 import json
 import logging
 import re
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -18,12 +19,7 @@ from typing import Any
 import ray
 import ray.serve
 from ray.actor import ActorHandle
-from ray.serve.config import (
-    AutoscalingConfig,
-    BackpressureConfig,
-    HTTPOptions,
-    ProxyLocation,
-)
+from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import LoggingConfig
 
 import rtrain.inference.artifact
@@ -32,29 +28,24 @@ from rtrain.cluster import capacity
 from rtrain.config import ServeConfig
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.models import device
-from serve import model_specs, ray_config
+from serve import ray_config
 from serve.auth import preflight
 from serve.ingress import ingress_choice
 from serve.ingress.address import Address, find_free_address, refuse_grpc_port
 from serve.observability import tracing
-from serve.ray_config import APPLICATION_NAME, max_replica_count, max_requests_per_replica
+from serve.ray_config import APPLICATION_NAME, DEPLOYMENT_NAME, max_replica_count, max_requests_per_replica
 from serve.replica import ServeReplica
-from serve.rollout import autoscaling, canary, controller as rollout_controller, placement
-from serve.rollout.controller import Rollout
-from serve.rollout.ray_app import RayApp
+from serve.rollout import canary, controller as rollout_controller
+from serve.rollout.controller import RayApp, Rollout
 
 logger = logging.getLogger(__name__)
 
-DEPLOYMENT_NAME = "rtrain"
-CONSTRUCTOR_ATTEMPTS = 1
-"""What fails while an artifact is loaded fails again; Ray's default of 20 attempts takes minutes."""
-HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 5.0
-"""A dead replica is replaced after the next question, a hung one after three misses; Ray's defaults need ten seconds
-and two minutes for that."""
 READY_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 30.0
 STATUS_POLL_S = 0.05
 """Between two looks whether the application runs."""
+NOTIFY_INTERVAL_S = 30.0
+NodeResources = Sequence[capacity.NodeResources]
 
 
 class Endpoint:
@@ -165,7 +156,7 @@ def start_endpoint(
     if isinstance(artifacts, Path):
         artifacts = {rtrain.inference.artifact.read_artifact(artifacts, verify=False).name: artifacts}
     artifacts = {model: folder.resolve() for model, folder in artifacts.items()}
-    model_specs.check_artifacts(artifacts, settings)
+    preflight.check_artifacts(artifacts, settings)
     if _find_controller() is not None:
         raise UserError(
             "this Ray runs Ray Serve already; close that endpoint first, or start a Ray of your own",
@@ -181,9 +172,9 @@ def start_endpoint(
     else:  # Ray's processes have inherited the variables, and processes are there that have no others
         haproxy, environment = selected_ingress.haproxy, {}
     ray_internals.set_polling_interval(STATUS_POLL_S)
-    logging_config = LoggingConfig(log_level="WARNING", enable_access_log=False)
+    logging_config = LoggingConfig(**ray_config.LOGGING)
     try:
-        deployment = _configure_deployment(settings, len(artifacts), environment, logging_config, notify)
+        deployment = _configure_deployment(settings, len(artifacts), environment, notify)
         ray_app = RayApp(deployment, name or APPLICATION_NAME, settings, artifacts, logging_config)
     except BaseException:
         if haproxy is not None:
@@ -191,7 +182,7 @@ def start_endpoint(
         raise
     endpoint = Endpoint(address, settings, haproxy, ray_app)
     try:
-        with placement.notify_periodically(partial(_deployment_message, ray_app.name), notify):
+        with notify_periodically(partial(_deployment_message, ray_app.name), notify):
             _deploy(settings, ray_app, address.port, haproxy, environment, logging_config)
         _await_ready(address)
     except BaseException:  # Ctrl-C too must leave nothing behind
@@ -201,11 +192,7 @@ def start_endpoint(
 
 
 def _configure_deployment(
-    settings: ServeConfig,
-    num_models: int,
-    environment: Mapping[str, Any],
-    logging_config: LoggingConfig,
-    notify: Callable[[str], None],
+    settings: ServeConfig, num_models: int, environment: Mapping[str, Any], notify: Callable[[str], None]
 ) -> ray.serve.Deployment:
     labels = settings.labels
     if problems := capacity.find_unmatched_labels("serve.labels", labels):
@@ -215,51 +202,19 @@ def _configure_deployment(
         raise ConfigError(
             [Problem("serve.gpus", settings.gpus, "this build of torch cannot use them", fix, code="unavailable")]
         )
-    if problem := placement.check_gpus(
+    if problem := check_gpus(
         settings, [*capacity.nodes_with_labels(labels), *capacity.startable_node_types(labels).values()]
     ):
         raise ConfigError([problem])
     free_nodes = [host.resources for host in capacity.available_nodes() if capacity.matches_labels(host.labels, labels)]
-    cpus, message = placement.choose_cpu_reservation(
+    cpus, message = choose_cpu_reservation(
         settings, free_nodes, capacity.nodes_with_labels(labels), capacity.potential_nodes("cpu", labels), num_models
     )
     if message:
         notify(message)
-    make_deployment = ray.serve.deployment(
-        **deployment_options(settings, num_models),
-        **_replica_options(settings),
-        ray_actor_options={**ray_config.ray_actor_options(settings, cpus), **environment},
-        backpressure_config=BackpressureConfig(status_code=503, retry_after_s=1),
-        graceful_shutdown_wait_loop_s=0.1,
-        logging_config=logging_config,
-    )
+    spec = ray_config.deployment_spec(settings, num_models, cpus, environment)
+    make_deployment = ray.serve.deployment(**spec, **ray_config.replica_options(settings))
     return make_deployment(ServeReplica)
-
-
-def deployment_options(settings: ServeConfig, num_models: int) -> dict[str, Any]:
-    """Options of the Ray Serve deployment, for every way of deploying it."""
-    max_requests = max_requests_per_replica(settings, num_models)
-    return {
-        "name": DEPLOYMENT_NAME,
-        "max_ongoing_requests": max_requests,
-        "max_queued_requests": max_requests,
-        "health_check_period_s": HEALTH_PERIOD_S,
-        "health_check_timeout_s": HEALTH_TIMEOUT_S,
-        "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
-        # Requests end by their deadline; requests that still run after it get no reply.
-        "graceful_shutdown_timeout_s": settings.request_timeout_s + 1,
-    }
-
-
-def _replica_options(settings: ServeConfig) -> dict[str, Any]:
-    """Number of replicas for Ray Serve: fixed, or bounds and a policy."""
-    if max_replica_count(settings) == settings.min_replicas:
-        return {"num_replicas": settings.min_replicas}
-    return {
-        "autoscaling_config": AutoscalingConfig(
-            **autoscaling.autoscaling_config(settings.min_replicas, max_replica_count(settings))
-        )
-    }
 
 
 def _deploy(
@@ -306,13 +261,11 @@ def _deployment_message(application: str) -> str:
 
 def _http_options(settings: ServeConfig, port: int, haproxy: ingress_choice.HAProxyIngress | None) -> HTTPOptions:
     """HAProxy takes the address and the certificate; else Ray's own proxy does."""
-    if haproxy is not None:
-        return HTTPOptions(host=haproxy.host, port=port, keep_alive_timeout_s=settings.keep_alive_s)
     return HTTPOptions(
-        host=settings.host,
+        host=haproxy.host if haproxy else settings.host,
         port=port,
-        ssl_certfile=settings.tls_cert,
-        ssl_keyfile=settings.tls_key,
+        ssl_certfile=None if haproxy else settings.tls_cert,
+        ssl_keyfile=None if haproxy else settings.tls_key,
         keep_alive_timeout_s=settings.keep_alive_s,
     )
 
@@ -362,3 +315,75 @@ def _poll_until(condition: Callable[[], bool], timeout_s: float) -> bool:
     while not (is_met := condition()) and time.monotonic() < give_up_at:
         time.sleep(0.02)
     return is_met
+
+
+def choose_cpu_reservation(
+    settings: ServeConfig,
+    free_nodes: NodeResources,
+    live_nodes: NodeResources,
+    potential_nodes: NodeResources,
+    models: int = 1,
+) -> tuple[int, str]:
+    """CPUs that a replica reserves, and a message if it reserves fewer than its threads or must wait. A replica has the
+    threads of one engine per model. `free_nodes`: free resources of live nodes; `live_nodes`: all their resources;
+    `potential_nodes`: nodes that may exist.
+
+    Where possible, Ray starts nodes for reservations that do not fit. Elsewhere a replica would wait forever without a
+    message; without a reservation its threads share the available processors.
+    """
+    cpus_per_replica = settings.threads * models
+    fitting_now, fitting_later = (
+        _count_fitting_replicas(free_nodes, cpus_per_replica),
+        _count_fitting_replicas(potential_nodes, cpus_per_replica)
+        - _count_fitting_replicas(live_nodes, cpus_per_replica),
+    )
+    if fitting_now >= settings.min_replicas:
+        return cpus_per_replica, ""
+    models_text = f" for each of {models} models" if models > 1 else ""
+    request_text = (
+        f"serve.replicas={settings.min_replicas} with serve.threads={settings.threads}{models_text} ask "
+        "for more CPUs than"
+    )
+    if fitting_now + fitting_later >= settings.min_replicas:
+        return cpus_per_replica, f"{request_text} are free: waiting for nodes"
+    free_cpus = sum(node.get("CPU", 0.0) for node in free_nodes)
+    return (
+        0,
+        f"{request_text} Ray has free ({free_cpus:g}), and no node can come: replicas reserve none, and share what "
+        "there is",
+    )
+
+
+def check_gpus(settings: ServeConfig, nodes: NodeResources) -> Problem | None:
+    """The problem of `serve.gpus` where no node has so many, nor may have: replicas would wait for ever."""
+    max_gpus = max((node.get("GPU", 0.0) for node in nodes), default=0.0)
+    if settings.gpus <= max_gpus:
+        return None
+    reason = f"the node with most GPUs has {max_gpus:g}, and no node with more can come"
+    return Problem(
+        "serve.gpus", settings.gpus, reason, f"write {max_gpus:g}, or start nodes with GPUs", code="too_few_gpus"
+    )
+
+
+def _count_fitting_replicas(nodes: NodeResources, cpus: int) -> int:
+    """How many replicas of so many CPUs the nodes have room for."""
+    return sum(int(node.get("CPU", 0.0) // cpus) for node in nodes)
+
+
+@contextmanager
+def notify_periodically(get_message: Callable[[], str], notify: Callable[[str], None]) -> Iterator[None]:
+    """While the block runs, tell every 30 s what `get_message` returns, if anything."""
+    stop_event = threading.Event()
+
+    def notify_until_stopped() -> None:
+        while not stop_event.wait(NOTIFY_INTERVAL_S):
+            if message := get_message():
+                notify(message)
+
+    thread = threading.Thread(target=notify_until_stopped, daemon=True, name="rtrain-waiting")
+    thread.start()
+    try:
+        yield
+    finally:
+        stop_event.set()
+        thread.join()

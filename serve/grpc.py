@@ -21,17 +21,10 @@ from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as inter
 
 import rtrain
 from rtrain.config import ServeConfig
-from serve.app_base import ModelProvider
+from serve.app import ModelProvider
 from serve.ingress import tls
+from serve.middleware import REQUEST_ID_PATTERN, RequestContext, version_headers
 from serve.observability import tracing
-from serve.request_context import (
-    CLIENT_CLOSED_REQUEST,
-    REQUEST_ID_PATTERN,
-    RequestStats,
-    log_request,
-    model_log_fields,
-    version_headers,
-)
 from serve.schemas import open_inference, predict
 from serve.schemas.predict import RequestError
 
@@ -72,12 +65,11 @@ async def serve_grpc(
     settings: ServeConfig,
     port: int,
     authenticator: "api_keys.Authenticator | None" = None,
-    num_models: int = 1,
     is_port_shared: bool = True,
 ) -> AsyncIterator[int]:
     """Listen while the context is open; gives the port. At its end requests in progress are answered first.
-    `authenticator` asks for keys, in the metadata `authorization`; with a certificate clients encrypt. `num_models`:
-    how many answer. `is_port_shared`: replicas listen at the same port, among which the system deals connections.
+    `authenticator` asks for keys, in the metadata `authorization`; with a certificate clients encrypt.
+    `is_port_shared`: replicas listen at the same port, among which the system deals connections.
 
     Raises RuntimeError where the port is in use.
     """
@@ -91,7 +83,7 @@ async def serve_grpc(
         ],
         interceptors=[AuthInterceptor(provider, settings, authenticator)],
         # As many as reach the HTTP application; more are answered RESOURCE_EXHAUSTED.
-        maximum_concurrent_rpcs=(settings.max_queued_inputs + 2 * settings.max_batch_size) * num_models,
+        maximum_concurrent_rpcs=(settings.max_queued_inputs + 2 * settings.max_batch_size) * len(provider.model_names),
     )
     interface.add_GRPCInferenceServiceServicer_to_server(Servicer(provider, authenticator), server)
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -157,7 +149,9 @@ def _read_authorization(metadata: Any) -> list[bytes]:
 def _count_refused(provider: ModelProvider, route: str, model: str, error: RequestError, started_at: float) -> None:
     """Count and log a call that was refused, unless it names none of several models."""
     with contextlib.suppress(RequestError, RuntimeError), provider.service_for(model, None) as service:
-        _record_response(service, route, _make_request_stats(""), "", error.status, started_at, tracing.NullTracer())
+        request_context = _make_context(route)
+        request_context.status = error.status
+        _record_response(service, request_context, time.monotonic() - started_at, tracing.RequestSpan())
 
 
 def _make_credentials(tls_cert: str, tls_key: str) -> grpc.ServerCredentials:
@@ -203,6 +197,17 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
                 await _abort_call(context, error)
             yield service
 
+    @asynccontextmanager
+    async def _open_target(self, context: Any, call: str, request: Any) -> AsyncIterator["ModelService"]:
+        """The service of a call that runs no inference; ends a call without a right key, or to another model."""
+        await self._authorize(context, call, request.name)
+        async with self._open_service(context, request.name, request.version or None) as service:
+            try:
+                service.check_target(request.name, request.version)
+            except RequestError as error:
+                await _abort_call(context, error)
+            yield service
+
     async def ServerLive(self, request: Any, context: Any) -> Any:
         return messages.ServerLiveResponse(live=True)
 
@@ -210,9 +215,7 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
         return messages.ServerReadyResponse(ready=self._provider.is_ready)
 
     async def ModelReady(self, request: Any, context: Any) -> Any:
-        await self._authorize(context, "ModelReady", request.name)
-        async with self._open_service(context, request.name, request.version or None) as service:
-            await _check_target(service, request, context)
+        async with self._open_target(context, "ModelReady", request) as service:
             return messages.ModelReadyResponse(ready=service.is_ready)
 
     async def ServerMetadata(self, request: Any, context: Any) -> Any:
@@ -220,9 +223,7 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
         return messages.ServerMetadataResponse(name="rtrain", version=rtrain.__version__)
 
     async def ModelMetadata(self, request: Any, context: Any) -> Any:
-        await self._authorize(context, "ModelMetadata", request.name)
-        async with self._open_service(context, request.name, request.version or None) as service:
-            await _check_target(service, request, context)
+        async with self._open_target(context, "ModelMetadata", request) as service:
             return messages.ModelMetadataResponse(**service.metadata())
 
     async def RepositoryIndex(self, request: Any, context: Any) -> Any:
@@ -233,45 +234,37 @@ class Servicer(interface.GRPCInferenceServiceServicer):  # type: ignore[misc]  #
     async def ModelInfer(self, request: Any, context: Any) -> Any:
         """The best label of each text. Tensors are answered in their raw form, which every client reads."""
         key = await self._authorize(context, "ModelInfer", request.model_name)
-        client, request_stats = key.name if key else "", _make_request_stats(request.id)
+        request_context = _make_context(INFER_ROUTE, request.id, key)
         metadata = {name.encode(): value for name, value in context.invocation_metadata()}
         trace_headers = {name: metadata[name].encode() for name in (b"traceparent", b"tracestate") if name in metadata}
         async with self._open_service(context, request.model_name, request.model_version) as service:
             with service.tracer.request_span(trace_headers) as span:
-                started_at, status = time.monotonic(), CLIENT_CLOSED_REQUEST
+                started_at = time.monotonic()
                 try:
-                    reply = await _infer(service, request, context.time_remaining(), client, request_stats)
+                    reply = await _infer(service, request, context.time_remaining(), request_context)
                     context.set_trailing_metadata(tuple(version_headers(service.predictor).items()))
-                    status = 200
+                    request_context.status = 200
                     return reply
                 except RequestError as error:
-                    status = error.status
+                    request_context.status = error.status
                     await _abort_call(context, error)
                 except Exception:
-                    status = 500
+                    request_context.status = 500
                     logger.exception("unexpected error in a request over gRPC")
                     await _abort_call(context, RequestError(500, "internal error; the server's log has the cause"))
                 finally:
-                    _record_response(
-                        service,
-                        INFER_ROUTE,
-                        request_stats,
-                        client,
-                        status,
-                        started_at,
-                        span,
-                        is_canary_sample=not request.model_version,
-                    )
+                    is_canary_sample = not request.model_version
+                    _record_response(service, request_context, time.monotonic() - started_at, span, is_canary_sample)
 
 
 async def _infer(
-    service: "ModelService", request: Any, remaining_s: float | None, client: str, request_stats: RequestStats
+    service: "ModelService", request: Any, remaining_s: float | None, request_context: RequestContext
 ) -> Any:
     deadline_s = service.settings.request_timeout_s
     deadline = asyncio.get_running_loop().time() + min(deadline_s, deadline_s if remaining_s is None else remaining_s)
     service.check_target(request.model_name, request.model_version)
-    reply, truncated_inputs = await service.infer(*_parse_request(request), deadline, request_stats, client)
-    outputs = reply.pop("outputs")
+    reply = await service.infer(*_parse_request(request), deadline, request_context)
+    truncated_inputs, outputs = request_context.truncated_inputs, reply.pop("outputs")
     return messages.ModelInferResponse(
         **reply,
         outputs=[{name: tensor[name] for name in ("name", "datatype", "shape")} for tensor in outputs],
@@ -282,35 +275,22 @@ async def _infer(
     )
 
 
-def _make_request_stats(request_id: str) -> RequestStats:
+def _make_context(route: str, request_id: str = "", key: "api_keys.ApiKey | None" = None) -> RequestContext:
     """`request_id`: the client's id of its request; a missing or invalid id is replaced by a generated one."""
-    return RequestStats(request_id if REQUEST_ID_PATTERN.fullmatch(request_id.encode()) else secrets.token_hex(16))
+    is_valid = REQUEST_ID_PATTERN.fullmatch(request_id)
+    return RequestContext(request_id if is_valid else secrets.token_hex(16), route=route, key=key)
 
 
 def _record_response(
     service: "ModelService",
-    route: str,
-    request_stats: RequestStats,
-    client: str,
-    status: int,
-    started_at: float,
+    request_context: RequestContext,
+    seconds: float,
     span: tracing.RequestSpan,
     is_canary_sample: bool = True,
 ) -> None:
     """Count, trace and log a finished request; `is_canary_sample`: see `ModelService.record_response`."""
-    seconds = time.monotonic() - started_at
-    service.record_response(route, status, seconds, is_canary_sample)
-    artifact = service.predictor.artifact
-    log_request(
-        request_stats, client, "POST", route, status, seconds, span, service.access_log, model_log_fields(artifact)
-    )
-
-
-async def _check_target(service: "ModelService", request: Any, context: Any) -> None:
-    try:
-        service.check_target(request.name, request.version)
-    except RequestError as error:
-        await _abort_call(context, error)
+    service.record_response(request_context.route, request_context.status, seconds, is_canary_sample)
+    service.recorder.log(request_context, span, seconds)
 
 
 def _parse_request(message: Any) -> tuple[open_inference.InferRequest, bytes]:

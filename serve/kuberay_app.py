@@ -9,10 +9,8 @@ import ray.serve
 import rtrain.inference.artifact
 from rtrain import config, ray_internals
 from rtrain.core.errors import ConfigError, Problem
-from serve import model_specs
 from serve.auth import preflight
-from serve.deployment import deployment_options
-from serve.ray_config import ray_actor_options
+from serve.ray_config import deployment_spec
 from serve.replica import ServeReplica
 
 
@@ -30,11 +28,10 @@ def application(arguments: Mapping[str, Any]) -> ray.serve.Application:
         settings = settings.model_copy(update={"host": ray_internals.serve_host() or settings.host})
     preflight.check_access(settings)
     artifacts = _parse_artifacts(arguments)
-    model_specs.check_artifacts(artifacts, settings)
+    preflight.check_artifacts(artifacts, settings)
     make_deployment = ray.serve.deployment(
-        **deployment_options(settings, len(artifacts)),
+        **deployment_spec(settings, len(artifacts), settings.threads * len(artifacts)),
         user_config={"models": {name: str(folder) for name, folder in artifacts.items()}},
-        ray_actor_options=ray_actor_options(settings, settings.threads * len(artifacts)),
     )
     # How many replicas there are the file says to Ray alone, and a later one may say otherwise.
     return make_deployment(ServeReplica).bind(settings, list(artifacts), has_peers=True)

@@ -8,11 +8,12 @@ from rtrain.config import ServeConfig
 from rtrain.core import engines
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
-from rtrain.inference.explain import targets
+from rtrain.inference import explainer
 from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input
-from serve import abstention
+from serve import model
 from serve.auth.preflight import is_private
+from serve.model import is_paired
 from serve.schemas.predict import RequestError, StrictModel
 
 SHORT_TEXT_OUTPUTS = ("classes", "labels", "heads", "number", "tags")
@@ -76,11 +77,6 @@ class ModelInfo(StrictModel):
     them; else the task's own."""
 
 
-def is_paired(predictor: Predictor) -> bool:
-    """Whether the model takes two texts, by its task or by its training data."""
-    return predictor.task.needs_pair or bool(predictor.artifact.data.get("text_pair"))
-
-
 def text_columns(predictor: Predictor) -> dict[str, str]:
     """The columns of the training rows by the names of the texts of a question."""
     data = predictor.artifact.data
@@ -107,18 +103,14 @@ def build_model_info(predictor: Predictor, settings: ServeConfig) -> dict[str, A
         "scale": {name: facts[name] for name in ("lowest", "highest", "step")} if on_scale else None,
         "max_words": facts.get("max_words"),
         "explains": _supports_explain(predictor),
-        "limits": {
-            "inputs": settings.max_inputs,
-            "body_bytes": settings.max_body_bytes,
-            "tokens": artifact.max_tokens,
-        },
+        "limits": {"inputs": settings.max_inputs, "body_bytes": settings.max_body_bytes, "tokens": artifact.max_tokens},
         "examples": _collect_examples(predictor, settings, paired),
     }
 
 
 def _supports_explain(predictor: Predictor) -> bool:
     try:
-        targets.check_explainable(predictor.task)
+        explainer.check_explainable(predictor.task)
     except UserError:
         return False
     return engines.get_engine(predictor.artifact.engine).has_gradients
@@ -126,7 +118,7 @@ def _supports_explain(predictor: Predictor) -> bool:
 
 def _find_abstain_threshold(predictor: Predictor) -> float | None:
     try:
-        return abstention.abstain_threshold(predictor.task, predictor.head)
+        return model.abstain_threshold(predictor.task, predictor.head)
     except RequestError:
         return None
 

@@ -1,8 +1,9 @@
-"""The endpoint as a file for Ray's `serve deploy`, of the same settings as `rtrain serve`: for whoever keeps what runs
-in a repository. Pure; Ray's own schema of such files is asked in the tests."""
+"""The Ray Serve deployment of the endpoint in plain values, for `rtrain serve`, for KubeRay (`kuberay_app`) and for the
+file of Ray's `serve deploy`. No Ray is imported; tests validate the file by Ray's own schema."""
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -24,6 +25,14 @@ RAY_SERVE_ENVIRONMENT = {
 """Ray Serve's settings of its controller and of all that it starts."""
 APPLICATION_NAME = "rtrain"
 """The application's name on Ray Serve. Ray's own proxy tells it without a key (`/-/routes`), so it names no model."""
+DEPLOYMENT_NAME = "rtrain"
+CONSTRUCTOR_ATTEMPTS = 1
+"""What fails while an artifact is loaded fails again; Ray's default of 20 attempts takes minutes."""
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 1.0, 5.0
+"""A dead replica is replaced after the next check, a hung one after three misses; Ray's defaults need ten seconds and
+two minutes for that."""
+LOGGING: dict[str, Any] = {"log_level": "WARNING", "enable_access_log": False}
+"""Ray Serve's own logs; `serve.access_log` has the requests."""
 FILE_HEADER = """\
 # For `serve deploy FILE` on a Ray cluster. Written by `rtrain serve ARTIFACT --print-config`.
 # New version: change its folder in user_config alone, and deploy again. Each replica loads it beside the current
@@ -52,13 +61,10 @@ def build_ray_config(artifacts: Mapping[str, Path], settings: ServeConfig) -> di
         if name not in EXCLUDED_SETTINGS and value != defaults[name]
     }
     tls = {"ssl_certfile": settings.tls_cert, "ssl_keyfile": settings.tls_key} if settings.tls_cert else {}
-    replica_options: dict[str, Any] = {"num_replicas": settings.min_replicas}
-    if settings.max_replicas and settings.max_replicas > settings.min_replicas:
-        replica_options = {
-            "autoscaling_config": autoscaling.autoscaling_config(settings.min_replicas, settings.max_replicas)
-        }
     folders = {name: str(folder.absolute()) for name, folder in artifacts.items()}
     ungated_option = {"ungated": True} if settings.ungated else {}
+    environment = {"runtime_env": {"env_vars": dict(RAY_SERVE_ENVIRONMENT)}}
+    spec = deployment_spec(settings, len(folders), settings.threads * len(folders), environment)
     return {
         "proxy_location": "HeadOnly",
         "http_options": {
@@ -74,13 +80,11 @@ def build_ray_config(artifacts: Mapping[str, Path], settings: ServeConfig) -> di
                 "import_path": "serve.kuberay_app:application",
                 "args": {"models": dict(folders), **changed_settings, **ungated_option},
                 "deployments": [
+                    # `kuberay_app.application` gives the deployment all other options.
                     {
-                        "name": "rtrain",
-                        **replica_options,
-                        "ray_actor_options": {
-                            **ray_actor_options(settings, settings.threads * len(folders)),
-                            "runtime_env": {"env_vars": dict(RAY_SERVE_ENVIRONMENT)},
-                        },
+                        "name": spec["name"],
+                        **replica_options(settings),
+                        "ray_actor_options": spec["ray_actor_options"],
                         "user_config": {"models": dict(folders)},
                     }
                 ],
@@ -89,10 +93,35 @@ def build_ray_config(artifacts: Mapping[str, Path], settings: ServeConfig) -> di
     }
 
 
-def ray_actor_options(settings: ServeConfig, cpus: int) -> dict[str, Any]:
-    """Ray options of a replica: reserved CPUs and GPUs, and node labels."""
+def deployment_spec(
+    settings: ServeConfig, num_models: int, cpus: int, actor_options: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """Options of the Ray Serve deployment, without the number of replicas. `cpus`: reserved by each replica.
+    `actor_options`: more Ray options of the replicas."""
+    max_requests = max_requests_per_replica(settings, num_models)
     gpus = {"num_gpus": settings.gpus} if settings.gpus else {}
-    return {"num_cpus": cpus, **gpus, **({"label_selector": dict(settings.labels)} if settings.labels else {})}
+    labels = {"label_selector": dict(settings.labels)} if settings.labels else {}
+    return {
+        "name": DEPLOYMENT_NAME,
+        "max_ongoing_requests": max_requests,
+        "max_queued_requests": max_requests,
+        "backpressure_config": {"status_code": 503, "retry_after_s": 1},
+        "health_check_period_s": HEALTH_PERIOD_S,
+        "health_check_timeout_s": HEALTH_TIMEOUT_S,
+        "max_constructor_retry_count": CONSTRUCTOR_ATTEMPTS,
+        # Requests end by their deadline; requests that still run after it get no reply.
+        "graceful_shutdown_timeout_s": settings.request_timeout_s + 1,
+        "graceful_shutdown_wait_loop_s": 0.1,
+        "logging_config": dict(LOGGING),
+        "ray_actor_options": {"num_cpus": cpus, **gpus, **labels, **actor_options},
+    }
+
+
+def replica_options(settings: ServeConfig) -> dict[str, Any]:
+    """Number of replicas: fixed, or bounds and a policy."""
+    if max_replica_count(settings) <= settings.min_replicas:
+        return {"num_replicas": settings.min_replicas}
+    return {"autoscaling_config": autoscaling.autoscaling_config(settings.min_replicas, max_replica_count(settings))}
 
 
 def max_replica_count(settings: ServeConfig) -> int:

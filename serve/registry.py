@@ -1,67 +1,42 @@
-"""Models of a replica, by name; each has its own versions and counters.
+"""Models of a process, by name, and the versions of each: the current one, and a candidate.
 
 /models/NAME/...     all routes of the model, e.g. /models/NAME/predict, and its page
 /v2/models/NAME/...  the same model in the Open Inference Protocol
-anything else        the only model; with several models, routes about all of them (`build_multi_model_app`)
+anything else        the only model; with several models, routes about all of them (`app.build_multi_model_app`)
+
+Both versions live in one process, so a switch is an assignment: no request waits for a model to load, and none is
+interrupted. The old version still answers the requests that it has accepted.
 """
 
 import asyncio
-import functools
 import importlib
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+import random
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
-from fastapi import FastAPI, Request, Response
-from starlette.responses import RedirectResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
-import rtrain
 from rtrain.config import ServeConfig
 from rtrain.core.errors import UserError
-from serve import app_base, middleware, ui
-from serve.auth import api_keys
+from rtrain.inference.predictor import Predictor
+from serve import middleware
+from serve.app import V2_PREFIX, MetricsSource, ModelApp, build_app, build_multi_model_app, unknown_model_error
 from serve.auth.api_keys import MOUNT
-from serve.model import ModelService, ModelState
-from serve.observability import aggregation, tracing
-from serve.observability.metrics import RequestMetrics
-from serve.request_context import AccessLog
+from serve.model import INFERENCE_SUFFIXES, ModelService
+from serve.observability import metrics
+from serve.observability.metrics import RequestMetrics, Telemetry
 from serve.rollout import autoscaling
-from serve.rollout.model_slot import ModelSlot
-from serve.schemas import open_inference
+from serve.rollout.canary import ShadowTest
 from serve.schemas.predict import RequestError
 
-V2_PREFIX = "/v2/models/"
-SINGLE_MODEL_PATHS = ("/predict", "/info")
-"""Routes of a model, which where there are several belong to none."""
-FALLBACK_METHODS = ["GET", "POST"]
-BuildModelVersion = Callable[[str, Path], Awaitable[FastAPI]]
-"""As `model_slot.BuildVersion`, of the model of that name."""
-SideServer = Callable[["ModelRegistry"], AbstractAsyncContextManager[Any]]
-
-
-def grpc_side_server(
-    settings: ServeConfig, authenticator: api_keys.Authenticator | None, *, is_port_shared: bool
-) -> SideServer:
-    """A gRPC server of all models, where the settings have a port for it. `is_port_shared`: with other processes."""
-
-    def open_side_server(model_registry: ModelRegistry) -> AbstractAsyncContextManager[Any]:
-        if settings.grpc_port is None:
-            return nullcontext()
-        grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
-        server: AbstractAsyncContextManager[Any] = grpc.serve_grpc(
-            model_registry,
-            settings,
-            settings.grpc_port,
-            authenticator,
-            len(model_registry.model_names),
-            is_port_shared=is_port_shared,
-        )
-        return server
-
-    return open_side_server
+LoadPredictor = Callable[[Path], Awaitable[Predictor]]
+"""Loads an artifact, and verifies its golden answers."""
+BuildVersion = Callable[[Path], Awaitable[ModelApp]]
+"""Loads an artifact, and builds its application."""
 
 
 class ModelRegistry:
@@ -69,21 +44,41 @@ class ModelRegistry:
 
     def __init__(
         self,
-        model_states: Mapping[str, ModelState],
-        build_version: BuildModelVersion,
-        build_shared_app: Callable[["ModelRegistry"], ASGIApp],
-        side_server: SideServer = lambda models: nullcontext(),
+        settings: ServeConfig,
+        names: Collection[str],
+        load_predictor: LoadPredictor,
+        metrics_source: MetricsSource | None = None,
+        is_grpc_port_shared: bool = False,
     ):
-        """`model_states`: state of each model, by name. `build_shared_app` builds the application for requests to no
-        single model. `side_server`: a server that runs as long as the ASGI server."""
-        self.slots = {name: ModelSlot(functools.partial(self._build_locked, name)) for name in model_states}
-        self._build_version = build_version
+        """`metrics_source` replaces this process's metrics on `/metrics` by those of all replicas.
+        `is_grpc_port_shared`: with other processes."""
+        self.authenticator = middleware.make_authenticator(settings)
+        self._settings, self._load_predictor, self._metrics_source = settings, load_predictor, metrics_source
+        self._is_grpc_port_shared = is_grpc_port_shared
         # In threads side by side, what loading imports for the first time is half there for one of them.
         self._lock = asyncio.Lock()
-        self._registries = {name: state.telemetry.registry for name, state in model_states.items()}
-        self._side_server = side_server
+        telemetries = {name: Telemetry() for name in names}
+        self.slots = {
+            name: ModelSlot(self._version_builder(name, telemetry)) for name, telemetry in telemetries.items()
+        }
+        self._registries = {name: telemetry.registry for name, telemetry in telemetries.items()}
         self._only_slot = next(iter(self.slots.values())) if len(self.slots) == 1 else None
-        self._default_app = self._only_slot or build_shared_app(self)
+        if self._only_slot is None:
+            request_metrics = RequestMetrics()
+            self._registries[""] = request_metrics.registry
+            self._shared_app = build_multi_model_app(
+                self, settings, self.authenticator, request_metrics, metrics_source
+            )
+        self._default_app = self._only_slot or self._shared_app
+
+    def _version_builder(self, name: str, telemetry: Telemetry) -> BuildVersion:
+        async def build_version(folder: Path) -> ModelApp:
+            async with self._lock:
+                predictor = await self._load_predictor(folder)
+            predictor.artifact = replace(predictor.artifact, name=name)
+            return build_app(predictor, self._settings, self._metrics_source, telemetry, self.authenticator)
+
+        return build_version
 
     @property
     def model_names(self) -> list[str]:
@@ -92,25 +87,18 @@ class ModelRegistry:
     async def apply(
         self, folders: Mapping[str, str], required_versions: Mapping[str, str] = MappingProxyType({})
     ) -> None:
-        """Have each model answer with its artifact; `required_versions`: the version that it has to be, of those of
-        which that is known. Raises what loading one of them raises, and what `check_names` raises."""
-        self.check_names(folders)
-        await asyncio.gather(
-            *(self.slots[name].switch_to(folder, required_versions.get(name, "")) for name, folder in folders.items())
-        )
-
-    def check_names(self, folders: Mapping[str, str]) -> None:
-        """Raise `UserError` where these are not the models that there are."""
+        """Have each model answer with its artifact. `required_versions`: the version that a folder has to hold, for the
+        models where it is known. Raises `UserError` where these are not the models that there are, and the errors of
+        loading."""
         if folders.keys() != self.slots.keys():
             registered_names, configured_names = (", ".join(sorted(names)) for names in (self.slots, folders))
             raise UserError(
                 f"args and user_config name the same models; they have {registered_names}, and {configured_names}",
                 code="model_mismatch",
             )
-
-    async def _build_locked(self, name: str, folder: Path) -> FastAPI:
-        async with self._lock:
-            return await self._build_version(name, folder)
+        await asyncio.gather(
+            *(self.slots[name].switch_to(folder, required_versions.get(name, "")) for name, folder in folders.items())
+        )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -135,14 +123,9 @@ class ModelRegistry:
         any name, and checks it itself."""
         slot = self._only_slot or self.slots.get(model)
         if slot is None:
-            raise RequestError(404, self.unknown_model_message(self.model_names), "name")
+            raise unknown_model_error(self.model_names)
         with slot.service_for(version) as service:
             yield service
-
-    @staticmethod
-    def unknown_model_message(names: Iterable[str]) -> str:
-        """Message for a model name that does not exist."""
-        return f"no model of that name; here are {', '.join(names) or 'none that this key may ask'}"
 
     def iter_services(self) -> Iterator[ModelService]:
         """Services of the current versions."""
@@ -152,7 +135,7 @@ class ModelRegistry:
 
     @property
     def is_loaded(self) -> bool:
-        return all(versions.current is not None for versions in self.slots.values())
+        return all(slot.current is not None for slot in self.slots.values())
 
     @property
     def is_ready(self) -> bool:
@@ -161,74 +144,218 @@ class ModelRegistry:
     def list_models(self, ready_only: bool, allowed_models: Collection[str] | None = None) -> list[dict[str, str]]:
         return [entry for service in self.iter_services() for entry in service.list_models(ready_only, allowed_models)]
 
-    def add_request_metrics(self, request_metrics: RequestMetrics) -> None:
-        """Expose these counters too: of requests to no model."""
-        self._registries[""] = request_metrics.registry
-
     def render_metrics(self) -> str:
-        return aggregation.render_metrics(self._registries)
+        return metrics.render_metrics(self._registries)
 
     def report_load(self) -> dict[str, float]:
-        """What `scaling.policy` decides by: of the model whose engine has most to do."""
+        """Load of the model whose engine has most to do, for `autoscaling.policy`."""
         return autoscaling.select_busiest(service.report_load() for service in self.iter_services())
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
-        async with self._side_server(self):
+        async with self._serve_grpc():
             await send({"type": "lifespan.startup.complete"})
             await receive()
         for slot in self.slots.values():
             slot.close()
         await send({"type": "lifespan.shutdown.complete"})
 
-
-def build_multi_model_app(
-    model_registry: ModelRegistry,
-    settings: ServeConfig,
-    authenticator: api_keys.Authenticator | None,
-    metrics_source: app_base.MetricsSource | None = None,
-) -> FastAPI:
-    """Application of an address with several models. `metrics_source`: see `app_base.build_common_router`."""
-    request_metrics = RequestMetrics()
-    model_registry.add_request_metrics(request_metrics)
-    app = app_base.BaseApp(settings, (open_inference.IndexRequest,), title="rtrain", version=rtrain.__version__)
-    app.add_default_middleware(
-        settings,
-        authenticator,
-        None,
-        request_metrics.count_request,
-        tracing.make_tracer(settings, None),
-        AccessLog(settings.access_log),
-    )
-    app.include_router(app_base.build_common_router(model_registry, settings, metrics_source))
-    app.include_router(ui.MODEL_LIST)
-    if authenticator is not None:
-        app.include_router(ui.MODEL_PAGE, prefix=MOUNT + "{name}", include_in_schema=False)  # of no model (`keys`)
-
-    def allowed_names(request: Request) -> list[str]:
-        """Models that the key of the request may use."""
-        allowed_models: Collection[str] | None = request.state.allowed_models
-        return [name for name in model_registry.model_names if allowed_models is None or name in allowed_models]
-
-    async def require_model_path(request: Request) -> Response:
-        """Several models answer at this address, each under a path of its own."""
-        path = f"{MOUNT}NAME{middleware.route_path(request.scope)}"
-        raise RequestError(
-            404, f"several models answer here; ask {path}, where NAME is {' or '.join(allowed_names(request))}"
+    def _serve_grpc(self) -> AbstractAsyncContextManager[Any]:
+        """A gRPC server of all models, where the settings have a port for it."""
+        if self._settings.grpc_port is None:
+            return nullcontext()
+        grpc = importlib.import_module("serve.grpc")  # its libraries are an extra
+        server: AbstractAsyncContextManager[Any] = grpc.serve_grpc(
+            self, self._settings, self._settings.grpc_port, self.authenticator, self._is_grpc_port_shared
         )
+        return server
 
-    for path in SINGLE_MODEL_PATHS:
-        app.add_api_route(path, require_model_path, methods=FALLBACK_METHODS, include_in_schema=False)
 
-    @app.get(MOUNT + "{name}", include_in_schema=False)
-    async def redirect_to_model(name: str, request: Request) -> Response:
-        if name not in allowed_names(request):
-            raise RequestError(404, model_registry.unknown_model_message(allowed_names(request)), "name")
-        return RedirectResponse(f"{name}/")  # beside this one, whatever the host is called
+@dataclass(eq=False)
+class ModelVersion:
+    folder: str
+    app: ModelApp
+    active_requests: int = 0
+    """Number of accepted requests without an answer."""
 
-    @app.api_route(V2_PREFIX + "{rest:path}", methods=FALLBACK_METHODS, include_in_schema=False)
-    @app.api_route(MOUNT + "{rest:path}", methods=FALLBACK_METHODS, include_in_schema=False)
-    async def unknown_model(request: Request) -> Response:
-        raise RequestError(404, model_registry.unknown_model_message(allowed_names(request)), "name")
+    @property
+    def service(self) -> ModelService:
+        return self.app.service
 
-    return app
+    @property
+    def name(self) -> str:
+        return self.service.predictor.artifact.version
+
+    def matches(self, folder: str, version_name: str) -> bool:
+        """Whether it was made from what that folder has; an empty `version_name` is any version's."""
+        return self.folder == folder and version_name in ("", self.name)
+
+
+class CanaryPlan(NamedTuple):
+    """Canary of a candidate beside the current version."""
+
+    folder: str
+    traffic_share: float
+    """Share of the live texts that both answer."""
+    max_latency_ratio: float
+    """See `canary.CanaryPolicy`."""
+    weight: float
+    """Share of the requests that the candidate answers itself."""
+    version: str = ""
+    """Required version in the folder; empty for any."""
+
+
+class ModelSlot:
+    """An ASGI application: each request goes to the version that answers when it comes."""
+
+    def __init__(self, build_version: BuildVersion):
+        self._build_version = build_version
+        self._lock = asyncio.Lock()
+        self._target = ("", "")
+        """The folder and the version that `switch_to` was last asked for."""
+        self.current: ModelVersion | None = None
+        self.candidate: ModelVersion | None = None
+        self.shadow_test: ShadowTest | None = None
+        self.weight = 0.0
+        """Share of the requests that the candidate answers."""
+        self._num_drops = 0
+        """How often somebody has given a candidate up."""
+
+    async def load_candidate(self, folder: str, version_name: str = "") -> str:
+        """Load the artifact as the candidate, unless it is the current version; returns its version name. Raises the
+        errors of loading, and `UserError` if `version_name` is given and the folder holds another version; the current
+        version keeps serving."""
+        async with self._lock:
+            if self.current is not None and self.current.matches(folder, version_name):
+                return self.current.name
+            num_drops = self._num_drops
+            version_name_loaded = (await self._ensure_candidate(folder, version_name)).name
+            if self._num_drops != num_drops:  # by a rollout that waits no longer: the late one must not answer anybody
+                self._discard_candidate()
+                raise UserError(f"the load of {folder} was cancelled", code="cancelled")
+            return version_name_loaded
+
+    async def _ensure_candidate(self, folder: str, version_name: str) -> ModelVersion:
+        if self.candidate is None or not self.candidate.matches(folder, version_name):
+            self._discard_candidate()
+            version = ModelVersion(folder, await self._build_version(Path(folder)))
+            if not version.matches(folder, version_name):
+                version.service.close(wait=False)
+                fix = "use --update to serve it, or restore the other version"
+                raise UserError(
+                    f"{folder} holds version {version.name} instead of {version_name}; {fix}", code="version_mismatch"
+                )
+            self.candidate = version
+        return self.candidate
+
+    def drop_candidate(self) -> None:
+        """Drop the candidate, also while it is loading; it still answers the requests that it has accepted."""
+        self._num_drops += 1
+        self._discard_candidate()
+
+    def _discard_candidate(self) -> None:
+        self._end_shadow_test()
+        candidate, self.candidate = self.candidate, None
+        if candidate is not None and candidate.active_requests == 0:
+            candidate.service.close(wait=False)
+
+    async def start_canary(self, plan: CanaryPlan) -> None:
+        """Start or continue a canary. Raises the errors of loading. Idempotent, so a replica that started later catches
+        up."""
+        await self.load_candidate(plan.folder, plan.version)
+        if self.shadow_test is None and self.current is not None and self.candidate is not None:
+            self.shadow_test = ShadowTest(
+                self.current.service, self.candidate.service, plan.traffic_share, plan.max_latency_ratio
+            )
+        self.weight = plan.weight
+
+    async def switch_to(self, folder: str, version_name: str = "") -> None:
+        """Serve that artifact: at once if it is the candidate, else after loading, unless the target changes meanwhile.
+        `version_name`: see `load_candidate`."""
+        target = self._target = (folder, version_name)
+        async with self._lock:
+            if self._target != target or (self.current is not None and self.current.matches(folder, version_name)):
+                return
+            version = await self._ensure_candidate(folder, version_name)
+            if self._target != target:
+                self._discard_candidate()
+                return
+            self._end_shadow_test()
+            previous, self.current, self.candidate = self.current, version, None
+            if previous is not None and previous.active_requests == 0:
+                previous.service.close(wait=False)
+
+    def status(self) -> dict[str, Any]:
+        """Status of this replica, for a person."""
+        current, candidate = self.current, self.candidate
+        if current is None:
+            return {"version": None}
+        shadow_test = self.shadow_test
+        shadow_fields = (
+            {"stats": shadow_test.collect_stats()._asdict(), "ratio": shadow_test.ratio} if shadow_test else {}
+        )
+        return {
+            "version": current.name,
+            "folder": current.folder,
+            **current.service.status(),
+            "candidate": {"version": candidate.name, "weight": self.weight, **shadow_fields} if candidate else None,
+        }
+
+    def _end_shadow_test(self) -> None:
+        self.weight = 0.0
+        if self.shadow_test is not None:
+            self.shadow_test.close()
+            self.shadow_test = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        version = self._acquire(self._requested_version(scope))
+        try:
+            await version.app(scope, receive, send)
+        finally:
+            self._release(version)
+
+    @contextmanager
+    def service_for(self, version: str | None) -> Iterator[ModelService]:
+        """Service for one request of another protocol. `version`: the requested version, if it is here; empty: by
+        weight; None for a request without inference: the current version. Raises `RequestError` before the first
+        artifact is loaded: the port opens a moment earlier."""
+        if self.current is None:
+            raise RequestError(503, "no model is loaded yet; try again in a moment", retry_after=1)
+        acquired = self._acquire(version)
+        try:
+            yield acquired.service
+        finally:
+            self._release(acquired)
+
+    def _requested_version(self, scope: Scope) -> str | None:
+        """The version that a request names; empty where it leaves that open, None where it asks the model nothing."""
+        path = middleware.route_path(scope)
+        if "/versions/" in path:
+            return path.partition("/versions/")[2].partition("/")[0]
+        return "" if path.endswith(INFERENCE_SUFFIXES) and scope["type"] == "http" else None
+
+    def _acquire(self, version_name: str | None) -> ModelVersion:
+        """Choose the version for a request and count it; `_release` must follow."""
+        version = self.current
+        if version is None:  # the server listens a moment before the first artifact is loaded
+            raise RuntimeError("no artifact is loaded yet")
+        candidate = self.candidate
+        if (
+            self.weight
+            and candidate is not None
+            and (version_name == candidate.name or (version_name == "" and random.random() < self.weight))
+        ):
+            version = candidate
+        version.active_requests += 1
+        return version
+
+    def _release(self, version: ModelVersion) -> None:
+        version.active_requests -= 1
+        if version.active_requests == 0 and version not in (self.current, self.candidate):
+            version.service.close(wait=False)
+
+    def close(self) -> None:
+        """No request comes any more."""
+        self._discard_candidate()
+        if self.current is not None:
+            self.current.service.close()

@@ -5,30 +5,24 @@ import logging
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import ray
 import ray.serve
 import ray.serve.exceptions
-from fastapi import FastAPI
 
 from rtrain import ray_internals
 from rtrain.config import ServeConfig
 from rtrain.core import env
 from rtrain.core.errors import UserError
 from rtrain.inference.predictor import Predictor
-from serve import middleware
-from serve.app import build_app
 from serve.auth import preflight
 from serve.ingress import direct
-from serve.model import ModelState
-from serve.observability.aggregation import merge_expositions
+from serve.observability.metrics import merge_expositions
 from serve.ray_config import max_replica_count, max_requests_per_replica
-from serve.registry import ModelRegistry, build_multi_model_app, grpc_side_server
-from serve.rollout.model_slot import CanaryPlan
-from serve.rollout.ray_app import VERSIONS_KEY
+from serve.registry import CanaryPlan, ModelRegistry
+from serve.rollout.controller import VERSIONS_KEY
 
 logger = logging.getLogger(__name__)
 
@@ -49,37 +43,34 @@ class ServeReplica:
     def __init__(self, settings: ServeConfig, names: Sequence[str], *, has_peers: bool | None = None):
         """`has_peers`: whether other replicas may exist, whose metrics and rates are merged; None: derived from the
         settings."""
-        self._settings, self._authenticator = settings, middleware.make_authenticator(settings)
-        self._model_states = {name: ModelState(settings, self._authenticator) for name in names}
+        self._settings = settings
         has_peers = max_replica_count(settings) > 1 if has_peers is None else has_peers
-        self._metrics_source = self._merge_replica_metrics if has_peers else None
         self._name = secrets.token_hex(4)
         self._model_registry = ModelRegistry(
-            self._model_states,
-            self._build_version,
-            self._build_multi_model_app,
-            grpc_side_server(settings, self._authenticator, is_port_shared=True),
+            settings,
+            names,
+            self._load_predictor,
+            self._merge_replica_metrics if has_peers else None,
+            is_grpc_port_shared=True,
         )
         self._change_tasks: set[asyncio.Task[None]] = set()
-        if self._authenticator is not None and has_peers:
-            self._authenticator.rate_limiter.fetch_other_counts = self._fetch_other_counts
+        authenticator = self._model_registry.authenticator
+        self._rate_limiter = authenticator.rate_limiter if authenticator else None
+        if self._rate_limiter is not None and has_peers:
+            self._rate_limiter.fetch_other_counts = self._fetch_other_counts
         direct.install_replica_server(self._model_registry, max_requests_per_replica(settings, len(names)))
 
     def __serve_build_asgi_app__(self) -> ModelRegistry:
         return self._model_registry
 
-    def _build_multi_model_app(self, model_registry: ModelRegistry) -> FastAPI:
-        return build_multi_model_app(model_registry, self._settings, self._authenticator, self._metrics_source)
-
-    async def _build_version(self, name: str, folder: Path) -> FastAPI:
+    async def _load_predictor(self, folder: Path) -> Predictor:
         # Ray shows a replica the GPU that it was given, and no other.
         device = "cuda" if self._settings.gpus and not env.uses_fake_gpus() else "cpu"
         precision = self._settings.precision if device == "cuda" else "fp32"
         predictor = await asyncio.to_thread(Predictor.load, folder, self._settings.threads, device, precision)
         # Whoever deploys a file names the artifact in `user_config`, which Ray hands to replicas alone.
         preflight.require_servable(predictor.artifact, folder, self._settings)
-        predictor.artifact = replace(predictor.artifact, name=name)
-        return build_app(predictor, self._settings, self._metrics_source, self._model_states[name])
+        return predictor
 
     async def reconfigure(self, user_config: UserConfig) -> None:
         """Load the configured artifacts: at the start before returning, later in a task. Ray routes nothing to a
@@ -149,9 +140,7 @@ class ServeReplica:
 
     async def count_used(self, key_id: str, rate: str) -> tuple[str, int]:
         """This replica's name, and its used count of a key's rate."""
-        return self._name, 0 if self._authenticator is None else self._authenticator.rate_limiter.count_used(
-            key_id, rate
-        )
+        return self._name, self._rate_limiter.count_used(key_id, rate) if self._rate_limiter else 0
 
     async def _fetch_other_counts(self, key_id: str, rate: str) -> list[int]:
         try:

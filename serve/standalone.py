@@ -7,26 +7,22 @@ address, another proxy should stand there.
 
 import asyncio
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import uvicorn
-from fastapi import FastAPI
 
 from rtrain.config import ServeConfig
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.inference.predictor import Predictor
 from rtrain.ray_internals import ReplicaServer
-from serve import middleware
-from serve.app import build_app
-from serve.ingress import direct, http_protocol, tls
+from serve.ingress import direct, tls
 from serve.ingress.address import Address, find_free_address, open_listener, refuse_grpc_port
-from serve.model import ModelState
 from serve.observability import tracing
 from serve.ray_config import max_requests_per_replica
-from serve.registry import ModelRegistry, build_multi_model_app, grpc_side_server
+from serve.registry import ModelRegistry
 
 BACKLOG = 1024
 STARTUP_POLL_S = 0.01
@@ -35,37 +31,26 @@ STARTUP_POLL_S = 0.01
 
 def check_standalone_settings(settings: ServeConfig) -> None:
     """Raises `ConfigError` for settings that one process cannot follow."""
-    problems = []
-    for name in ("replicas", "max_replicas"):
-        if (value := getattr(settings, name)) is not None and value > 1:
-            problems.append(
-                Problem(
-                    f"serve.{name}",
-                    value,
-                    "--standalone is one process",
-                    "write 1, or leave out --standalone",
-                    code="conflicting_settings",
-                )
-            )
-    if settings.ingress == "haproxy":
-        reason = "--standalone answers without a proxy"
-        problems.append(
-            Problem(
-                "serve.ingress", "haproxy", reason, "write auto, or leave out --standalone", code="conflicting_settings"
-            )
+    processor_reason = "--standalone answers with the processor of this machine"
+    conflicts = [
+        *(
+            (name, "--standalone is one process", "write 1")
+            for name in ("replicas", "max_replicas")
+            if (getattr(settings, name) or 1) > 1
+        ),
+        *([("ingress", "--standalone answers without a proxy", "write auto")] if settings.ingress == "haproxy" else []),
+        *((name, processor_reason, "leave it out") for name in ("gpus", "labels") if getattr(settings, name)),
+    ]
+    problems = [
+        Problem(
+            f"serve.{name}",
+            getattr(settings, name),
+            reason,
+            f"{fix}, or leave out --standalone",
+            code="conflicting_settings",
         )
-    for name in ("gpus", "labels"):
-        if value := getattr(settings, name):
-            reason = "--standalone answers with the processor of this machine"
-            problems.append(
-                Problem(
-                    f"serve.{name}",
-                    value,
-                    reason,
-                    "leave it out, or leave out --standalone",
-                    code="conflicting_settings",
-                )
-            )
+        for name, reason, fix in conflicts
+    ]
     if problems:
         raise ConfigError(problems)
     tracing.check_tracing(settings)
@@ -123,7 +108,7 @@ def _build_uvicorn_config(model_registry: ModelRegistry, settings: ServeConfig, 
     replica_server = ReplicaServer(model_registry, lambda change: None, options=None, loop=None)
     return uvicorn.Config(
         direct.DirectIngressApp(model_registry, replica_server, max_requests),
-        http=http_protocol.HttpProtocol,
+        http=direct.HttpProtocol,
         timeout_keep_alive=settings.keep_alive_s,
         timeout_graceful_shutdown=int(settings.request_timeout_s) + 1,
         ws="none",
@@ -138,20 +123,10 @@ def _build_uvicorn_config(model_registry: ModelRegistry, settings: ServeConfig, 
     )
 
 
-def build_model_registry(settings: ServeConfig, names: list[str]) -> ModelRegistry:
-    """As a replica makes it, with the metrics of this process alone."""
-    authenticator = middleware.make_authenticator(settings)
-    model_states = {name: ModelState(settings, authenticator) for name in names}
+def build_model_registry(settings: ServeConfig, names: Collection[str]) -> ModelRegistry:
+    """Registry with the metrics of this process alone."""
 
-    async def build_version(name: str, folder: Path) -> FastAPI:
-        predictor = await asyncio.to_thread(Predictor.load, folder, settings.threads)
-        predictor.artifact = replace(predictor.artifact, name=name)
-        return build_app(predictor, settings, None, model_states[name])
+    async def load_predictor(folder: Path) -> Predictor:
+        return await asyncio.to_thread(Predictor.load, folder, settings.threads)
 
-    side_server = grpc_side_server(settings, authenticator, is_port_shared=False)
-    return ModelRegistry(
-        model_states,
-        build_version,
-        lambda models: build_multi_model_app(models, settings, authenticator, None),
-        side_server,
-    )
+    return ModelRegistry(settings, names, load_predictor)

@@ -34,7 +34,7 @@ from rtrain.data.store.store import Store
 from rtrain.data.stream import StreamSpec, WorkerBatch, plan_worker_batch
 from rtrain.inference.predictor import Predictor
 from rtrain.models import builder, precision
-from rtrain.parallel import factory
+from rtrain.parallel import layout
 from rtrain.runs import controller, prepare
 from rtrain.tasks import base
 from rtrain.trainer import losses, trainer
@@ -243,7 +243,7 @@ def train_alone(task_name: str, folder: Path) -> dict[str, Any]:
         recipe, Run(folder / "alone"), store, task, loss, ordered, builder.pad_id(encoder), "fp32", ordered.num_steps
     )
     recorder = Recorder()
-    exchange = factory.build_strategy(network, recipe.train, None, recorder.event)
+    exchange = layout.build_strategy(network, recipe.train, None, recorder.event)
     share = StreamSpec(store.folder, ordered, 1, 0, recipe.train.micro_batch_size)
 
     def updates(first: int, stop: int) -> Iterator[WorkerBatch]:

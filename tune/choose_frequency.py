@@ -15,7 +15,7 @@ from rtrain.core.run_folder import Run
 from rtrain.data.order import RowOrder
 from rtrain.models import builder
 from rtrain.parallel import gradient_noise
-from rtrain.planning import frequency_model, throughput
+from rtrain.planning import throughput
 from rtrain.runs import controller, prepare, worker_pool
 from tune import space
 
@@ -56,10 +56,13 @@ def run_calibration(config: Config, folder: Path, on_event: Callable[[dict[str, 
 
     Raises `UserError` if a run of the recipe is too short.
     """
+
+    def prepare_at(aggregation_frequency: int, name: str) -> prepare.PreparedRun:
+        run_config = calibration_config(config, aggregation_frequency)
+        return prepare.prepare_run(run_config, folder / name, tokens_root=folder.parent)
+
     for aggregation_frequency in CALIBRATION_FREQUENCIES:
-        prepared = prepare.prepare_run(
-            calibration_config(config, aggregation_frequency), folder / CALIBRATION_FOLDER, tokens_root=folder.parent
-        )
+        prepared = prepare_at(aggregation_frequency, CALIBRATION_FOLDER)
         steps = calibration_steps(prepared.order, aggregation_frequency)
         if steps is not None:
             break
@@ -68,40 +71,31 @@ def run_calibration(config: Config, folder: Path, on_event: Callable[[dict[str, 
         raise UserError(
             f"--choose-k: a calibration needs {MIN_CALIBRATION_STEPS} steps, and the time of "
             f"{TIMING_STEPS * second_frequency(1)} more at a second k, within {MAX_CALIBRATION_SHARE:.0%} of a run; "
-            "this run has "
-            f"{prepared.order.num_steps} steps of {prepared.config.recipe.global_batch_size} rows. Train on more "
-            "rows or "
-            "epochs",
+            f"this run has {prepared.order.num_steps} steps of {prepared.config.recipe.global_batch_size} rows. Train "
+            "on more rows or epochs",
             code="too_few_rows",
         )
-    second_point = prepare.prepare_run(
-        calibration_config(config, second_frequency(aggregation_frequency)),
-        folder / SECOND_POINT_FOLDER,
-        tokens_root=folder.parent,
-    )
-    worker_group = worker_pool.ReusableWorkerGroup(Run(folder / WORKERS_FOLDER), worker_pool.start_mailbox_server())
+    second_point = prepare_at(second_frequency(aggregation_frequency), SECOND_POINT_FOLDER)
+    workers = worker_pool.ReusableWorkerGroup(Run(folder / WORKERS_FOLDER), worker_pool.start_mailbox_server())
     try:
         prepared.run.decide_once("noise", gradient_noise.CALIBRATION_INTERVAL)
-        controller.fit(prepared, end_step=steps, write_reports=False, workers=worker_group, on_event=on_event)
-        controller.fit(
-            second_point, end_step=TIMING_STEPS, write_reports=False, workers=worker_group, on_event=on_event
-        )
+        for run, end_step in ((prepared, steps), (second_point, TIMING_STEPS)):
+            controller.fit(run, end_step=end_step, write_reports=False, workers=workers, on_event=on_event)
     finally:
-        worker_group.shut_down()
+        workers.shut_down()
     return prepared.run, second_point.run
 
 
 def calibration_config(config: Config, aggregation_frequency: int) -> Config:
     """Return the configuration of a calibration run. Its warm-up is scaled down, so that the noise is that of a
     training. It has no remote copy, since its folder is removed."""
-    calibration_overrides = {
+    overrides = {
+        **frequency_overrides(config, aggregation_frequency),
         "optim.warmup": MAX_CALIBRATION_SHARE * config.recipe.optim.warmup,
         "train.log_every": 1,
         "cluster.storage": None,
     }
-    return configuration.with_overrides(
-        config, frequency_overrides(config, aggregation_frequency) | calibration_overrides
-    )
+    return configuration.with_overrides(config, overrides)
 
 
 def frequency_overrides(config: Config, aggregation_frequency: int) -> dict[str, Any]:
@@ -114,40 +108,35 @@ def make_decision(config: Config, calibration_run: Run, second_run: Run) -> dict
 
     Raises `UserError` if the logs have too few measurements.
     """
-    recipe = configuration.load_config(str(calibration_run.config)).recipe
-    weight_bytes = frequency_model.model_weight_bytes(
-        builder.resolve_folder(recipe.model.name, calibration_run.folder.parent)
-    )
-    calibration, options = frequency_model.evaluate_log(
-        calibration_run.events(), recipe, weight_bytes, second_point=_second_point(second_run)
+    recipe, second_recipe = (configuration.load_config(str(run.config)).recipe for run in (calibration_run, second_run))
+    model_folder = builder.resolve_folder(recipe.model.name, calibration_run.folder.parent)
+    second_micro_batches = throughput.micro_batches_per_step(second_recipe, second_recipe.train.workers)
+    calibration, options = throughput.evaluate_log(
+        calibration_run.events(),
+        recipe,
+        throughput.model_weight_bytes(model_folder),
+        second_point=(second_micro_batches, throughput.median_step_s(second_run.events())),
     )
     end_event = calibration_run.last_event("trained")
     assert end_event is not None  # `evaluate_log` refuses a run without one
-    best_option = frequency_model.best_option(options)
-    overrides_by_frequency = {
+    settings = {
         option.aggregation_frequency: frequency_overrides(config, option.aggregation_frequency) for option in options
     }
+    best = throughput.best_option(options).aggregation_frequency
     return {
         "noise_scale": dataclasses.asdict(calibration.noise_scale),
         "calibration": {"steps": end_event["steps"], "global_batch_size": calibration.global_batch_size},
         "options": [
             {
                 **dataclasses.asdict(option),
-                "settings": overrides_by_frequency[option.aggregation_frequency],
-                "lr": configuration.with_overrides(
-                    config, overrides_by_frequency[option.aggregation_frequency]
-                ).recipe.peak_lr,
+                "settings": settings[option.aggregation_frequency],
+                "lr": configuration.with_overrides(config, settings[option.aggregation_frequency]).recipe.peak_lr,
             }
             for option in options
         ],
-        "aggregation_frequency": best_option.aggregation_frequency,
-        "settings": overrides_by_frequency[best_option.aggregation_frequency],
+        "aggregation_frequency": best,
+        "settings": settings[best],
     }
-
-
-def _second_point(run: Run) -> tuple[float, float]:
-    recipe = configuration.load_config(str(run.config)).recipe
-    return throughput.micro_batches_per_step(recipe, recipe.train.workers), frequency_model.median_step_s(run.events())
 
 
 def choose_frequency(config: Config, folder: Path, on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
@@ -160,7 +149,6 @@ def choose_frequency(config: Config, folder: Path, on_event: Callable[[dict[str,
 
 
 def format_decision(document: Mapping[str, Any]) -> list[str]:
-    """Format the decision as lines."""
     noise_scale, calibration = document["noise_scale"], document["calibration"]
     upper_bound = "unknown" if noise_scale["high"] is None else f"{noise_scale['high']:,.0f}"
     lines = [
@@ -172,12 +160,9 @@ def format_decision(document: Mapping[str, Any]) -> list[str]:
         f"lr {option['lr']:.3g}; {option['relative_time']:.2f} x the shortest time"
         for option in document["options"]
     ]
-    options = " ".join(f"--set {name}={_yaml_value(value)}" for name, value in document["settings"].items())
+    settings = {name: "null" if value is None else value for name, value in document["settings"].items()}
+    options = " ".join(f"--set {name}={value}" for name, value in settings.items())
     reason = (
         "" if noise_scale["high"] is None else f", by {upper_bound} rows: the noise scale grows while a model learns"
     )
     return [*lines, f"k {document['aggregation_frequency']} is chosen{reason}", f"write {options}"]
-
-
-def _yaml_value(value: Any) -> Any:
-    return "null" if value is None else value

@@ -15,7 +15,6 @@ rate of `better` for equal trials (nominal 2.5 %) is 1 to 3 % with three seeds o
 seeds of two trials or two of three, and up to 7 % with two of two; it is highest if seeds differ far more than rows.
 
 For a score that is not a mean over rows, e.g. F1, the rows have jackknife pseudo-values (Tukey 1958).
-
 """
 
 import math
@@ -27,7 +26,7 @@ import numpy.typing as npt
 
 from rtrain.evaluation import pairing
 from rtrain.evaluation.significance import ALPHA
-from rtrain.metrics.sums import Floats, SumMetric
+from rtrain.metrics.bootstrap import Floats, SumMetric
 
 _BLOCK = 1 << 20
 """Elements of a block of leave-one-out sums."""
@@ -71,23 +70,20 @@ class DifferenceCI:
 
 def align_rows(table: ScoreTable, is_nested: bool) -> dict[int, list[HoldoutScores]]:
     """Align the rows of all trials, and of all seeds unless each seed has its own rows (`is_nested`)."""
+    aligned = {trial: list(scores) for trial, scores in table.items()}
     seeds = range(len(next(iter(table.values()))))
     groups = [[(trial, seed) for trial in table] for seed in seeds]
     if not is_nested:
-        groups = [[place for group in groups for place in group]]
-    scores_by_cell = {place: table[place[0]][place[1]] for group in groups for place in group}
+        groups = [[cell for group in groups for cell in group]]
     for group in groups:
-        ids = [scores_by_cell[place].row_ids for place in group]
-        if all(np.array_equal(id_, ids[0]) for id_ in ids):
+        ids = [table[trial][seed].row_ids for trial, seed in group]
+        if all(np.array_equal(row_ids, ids[0]) for row_ids in ids):
             continue
-        for cell, row_positions in zip(group, pairing.common_positions(ids), strict=True):
-            scores = scores_by_cell[cell]
-            scores_by_cell[cell] = replace(
-                scores,
-                row_ids=scores.row_ids[row_positions],
-                row_metric=SumMetric(scores.row_metric.rows[row_positions], scores.row_metric.score),
-            )
-    return {trial: [scores_by_cell[trial, seed] for seed in seeds] for trial in table}
+        for (trial, seed), rows in zip(group, pairing.common_positions(ids), strict=True):
+            scores = table[trial][seed]
+            row_metric = SumMetric(scores.row_metric.rows[rows], scores.row_metric.score)
+            aligned[trial][seed] = replace(scores, row_ids=scores.row_ids[rows], row_metric=row_metric)
+    return aligned
 
 
 def difference_ci(
@@ -99,29 +95,17 @@ def difference_ci(
         is_nested: each seed has its own rows. The seeds' differences then count as independent; shared training rows
             correlate them slightly (Bengio & Grandvalet 2004).
         alpha: error probability of the interval.
-
     """
     pairs = list(zip(table[baseline], table[candidate], strict=True))
-    seeds, score_name = len(pairs), pairs[0][0].score_name
+    seeds = len(pairs)
     by_row = [pseudo_values(b) - pseudo_values(a) for a, b in pairs]
     rows = sum(map(len, by_row)) if is_nested else len(by_row[0])
-    baseline_mean, candidate_mean = (
-        float(np.mean([holdout.score for holdout in table[trial]])) for trial in (baseline, candidate)
-    )
-    difference = candidate_mean - baseline_mean
+    means = [float(np.mean([holdout.score for holdout in table[trial]])) for trial in (baseline, candidate)]
+    difference = means[1] - means[0]
     noise = _estimate_variance(table, baseline, candidate, by_row, is_nested)
-    rows_per_seed = rows // seeds if is_nested else rows
-    half_width = noise.half_width(rows_per_seed, seeds, alpha)
-    return DifferenceCI(
-        score_name,
-        baseline_mean,
-        candidate_mean,
-        difference,
-        difference - half_width,
-        difference + half_width,
-        rows,
-        seeds,
-    )
+    half_width = noise.half_width(rows // seeds if is_nested else rows, seeds, alpha)
+    low, high = difference - half_width, difference + half_width
+    return DifferenceCI(pairs[0][0].score_name, means[0], means[1], difference, low, high, rows, seeds)
 
 
 @dataclass(frozen=True)
@@ -201,7 +185,6 @@ def pseudo_values(holdout: HoldoutScores) -> Floats:
 
 
 def _variance_of_mean(values: Floats) -> float:
-    """Return the variance of the mean."""
     return float(values.var(ddof=1) / len(values)) if len(values) > 1 else 0.0
 
 

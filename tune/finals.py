@@ -11,7 +11,6 @@ rows the higher mean is the better bet. The verdict reports that.
 The test is repeated after every round, so alpha = 5 % is divided (Bonferroni): each round gets its share of the
 remainder, over the rounds that the budget may still allow. About one search in forty reports a given setting as better
 when it is not, and one in twenty either of the two (see `tune.difference_ci` for the accuracy).
-
 """
 
 import itertools
@@ -25,11 +24,11 @@ import numpy as np
 
 from rtrain.core.errors import UserError
 from rtrain.evaluation.significance import ALPHA
-from rtrain.metrics.slices import MIN_ROWS
+from rtrain.metrics.scores import MIN_ROWS
 from tune import difference_ci
 from tune.difference_ci import DifferenceCI, HoldoutScores
 from tune.history import FinalResult, History, Trial, find_trial
-from tune.objective import Objective, final_seed_std
+from tune.successive_halving import Objective, final_seed_std
 
 SCORE_OBJECTIVE = Objective()
 NUM_CHALLENGERS = 2
@@ -37,6 +36,23 @@ NUM_CHALLENGERS = 2
 FOLD_SETTING = "data.validation_fold"
 SECONDS_SCORE = "neg_seconds"
 """Score of the objective `time_to_target`: negative seconds."""
+
+
+@dataclass(frozen=True)
+class FinalsSettings:
+    """Settings of the finals of a search."""
+
+    full_rows: int
+    """Rows of a full run."""
+    budget_rows: int
+    """Rows of all final runs; the finalists are trained to their ends with any budget."""
+    seed: int = 0
+    """The recipe's seed; round 1 has the next one, and so on."""
+    folds: int = 1
+    """See `holdout_scores.count_folds`."""
+    objective: Objective = SCORE_OBJECTIVE
+    used_steering_rows: bool = False
+    """Whether there are no holdout rows."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +71,6 @@ HoldoutScoresByRun = Mapping[FinalRun, HoldoutScores]
 
 @dataclass(frozen=True)
 class SearchVerdict:
-    """Result of the finals."""
-
     kind: Literal["better", "default", "unclear", "unopposed"]
     """better: significantly better than trial 0. default: trial 0 has won, by the highest mean or (`won_by_cost`) by
     the lowest cost within the seed noise. unclear: the winner has a higher mean, which is not significant. unopposed:
@@ -91,67 +105,48 @@ class SearchVerdict:
     candidate_reached_seeds: int | None = None
     """Objective `time_to_target`: seeds of trial 0 and of `compared_trial` that reached the target."""
 
-    def to_document(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 # ------------------------------------------------------------------------------------------------------ finalists
 
 
 def choose_finalists(history: History, objective: Objective) -> tuple[int, ...]:
     """Return the finalists: trial 0 and the two best others, of the valid trials. Later rungs rank first."""
-    default_trial = [trial.number for trial in history.original_trials if trial.number == 0 and trial.is_valid]
+    valid_trials = [trial for trial in history.original_trials if trial.is_valid]
+    default_trial = [trial.number for trial in valid_trials if trial.number == 0]
     by_rung: dict[int, list[Trial]] = {}
-    for trial in history.original_trials:
-        if trial.number and trial.is_valid and trial.rung_results:
+    for trial in valid_trials:
+        if trial.number and trial.rung_results:
             by_rung.setdefault(trial.rung_results[-1].rung, []).append(trial)
-    challengers = [
-        trial.number for rung in sorted(by_rung, reverse=True) for trial in objective.rank(by_rung[rung], rung)
-    ]
-    return (*default_trial, *challengers[:NUM_CHALLENGERS])
+    ranked = (trial.number for rung in sorted(by_rung, reverse=True) for trial in objective.rank(by_rung[rung], rung))
+    return (*default_trial, *itertools.islice(ranked, NUM_CHALLENGERS))
 
 
 # ----------------------------------------------------------------------------------------------------------- next runs
 
 
 def next_runs(
-    history: History,
-    full_rows: int,
-    budget_rows: int,
-    holdout_scores: HoldoutScoresByRun,
-    *,
-    seed: int = 0,
-    folds: int = 1,
-    objective: Objective = SCORE_OBJECTIVE,
-    used_steering_rows: bool = False,
-    allow_new_round: bool = True,
+    history: History, holdout_scores: HoldoutScoresByRun, settings: FinalsSettings, allow_new_round: bool = True
 ) -> list[FinalRun] | SearchVerdict:
     """Return the pending runs of the finals, or the verdict.
 
     Args:
-        full_rows: rows of a full run.
-        budget_rows: rows of all final runs; the finalists are trained to their ends with any budget.
         holdout_scores: scores of finished runs; a finished run without scores counts as failed.
-        seed: the recipe's seed; round 1 has the next one, and so on.
-        folds: see `holdout_scores.count_folds`.
-        used_steering_rows: there are no holdout rows.
         allow_new_round: a new round may start.
 
     Raises:
         UserError: no trial has a score.
     """
-    finalists = choose_finalists(history, objective)
+    finalists = choose_finalists(history, settings.objective)
     if not finalists:
         raise UserError(f"no trial of the search has a score; {describe_failures(history)}", code="no_score")
-    if unfinished := [
-        FinalRun(number) for number in finalists if find_trial(history.trials, number).final_result is None
-    ]:
+    trials, folds, full_rows = history.trials, settings.folds, settings.full_rows
+    if unfinished := [FinalRun(number) for number in finalists if find_trial(trials, number).final_result is None]:
         return unfinished
     remaining = tuple(number for number in finalists if FinalRun(number) in holdout_scores)
     if not remaining:
         raise UserError("the last runs of the search have no valid predictions; evaluate them again", code="no_answers")
     trial_by_run = {FinalRun(number, trial.seed): trial for number, trial in repeated_trials(history, folds)}
-    rows_left = budget_rows - sum(_rows_after_last_rung(find_trial(history.trials, number)) for number in finalists)
+    rows_left = settings.budget_rows - sum(_rows_after_last_rung(find_trial(trials, number)) for number in finalists)
     seeds: list[int | None] = [None]
     alpha = ALPHA
     last_full_round: _RoundResult | None = None
@@ -160,13 +155,14 @@ def next_runs(
         round_alpha = alpha / (1 + rounds_left)
         common_seeds = [seed for seed in seeds if all(FinalRun(trial, seed) in holdout_scores for trial in remaining)]
         round_result = _RoundResult.from_history(
-            history, holdout_scores, remaining, common_seeds, objective.kind, folds, round_alpha
+            history, holdout_scores, remaining, common_seeds, settings, round_alpha
         )
         remaining = round_result.contenders
         next_trials = _affordable_trials(remaining, round_result.leader, rows_left, full_rows)
         if round_result.is_decided or len(next_trials) < 2 or 1 < folds <= number:
             break
-        round_runs = [FinalRun(trial, seed + number) for trial in next_trials]
+        seed = settings.seed + number
+        round_runs = [FinalRun(trial, seed) for trial in next_trials]
         if not allow_new_round and not any(run in trial_by_run for run in round_runs):
             break
         if pending_runs := [
@@ -176,13 +172,11 @@ def next_runs(
         last_full_round = round_result if len(next_trials) < len(remaining) else last_full_round
         alpha -= round_alpha if number > 1 else 0.0  # one seed decides nothing
         rows_left -= full_rows * len(round_runs)
-        seeds.append(seed + number)
+        seeds.append(seed)
         remaining = next_trials
-    if (
-        last_full_round is not None and last_full_round.winner not in round_result.means
-    ):  # the cheapest within the seed noise, by its seeds
-        round_result = last_full_round
-    return replace(round_result.to_verdict(folds, used_steering_rows), cost_kind=objective.cost)
+    if last_full_round is not None and last_full_round.winner not in round_result.means:
+        round_result = last_full_round  # the cheapest within the seed noise, by its seeds
+    return round_result.to_verdict(settings)
 
 
 def run_overrides(run: FinalRun, *, seed: int = 0, folds: int = 1) -> dict[str, Any]:
@@ -195,12 +189,14 @@ def run_overrides(run: FinalRun, *, seed: int = 0, folds: int = 1) -> dict[str, 
 def repeated_trials(history: History, folds: int) -> list[tuple[int, Trial]]:
     """Return (repeated trial, trial) of repeats in the finals. If there are folds, repeats of check points are left
     out: they have another fold."""
-    seed_trials = [(trial.repeat_of, trial) for trial in history.trials if trial.repeat_of is not None]
-    return [(number, trial) for number, trial in seed_trials if folds <= 1 or FOLD_SETTING in trial.settings]
+    return [
+        (trial.repeat_of, trial)
+        for trial in history.trials
+        if trial.repeat_of is not None and (folds <= 1 or FOLD_SETTING in trial.settings)
+    ]
 
 
 def _rows_after_last_rung(trial: Trial) -> int:
-    """Return the trained rows of a trial after its last rung."""
     assert trial.final_result is not None  # `next_runs` waits for it
     return max(0, trial.final_result.rows - (trial.rung_results[-1].rows if trial.rung_results else 0))
 
@@ -215,17 +211,9 @@ def _affordable_trials(remaining: Sequence[int], leader: int, rows_left: int, fu
 
 
 def describe_failures(history: History) -> str:
-    """Return a line about failed and diverged trials; or an empty string."""
-    failed_trials = [
-        f"trial {trial.number}: {trial.error or trial.divergence}"
-        for trial in history.original_trials
-        if not trial.is_valid
-    ]
-    return (
-        f"{len(failed_trials)} of {len(history.original_trials)} trials failed: {'; '.join(failed_trials)}"
-        if failed_trials
-        else ""
-    )
+    trials = history.original_trials
+    reasons = [f"trial {trial.number}: {trial.error or trial.divergence}" for trial in trials if not trial.is_valid]
+    return f"{len(reasons)} of {len(trials)} trials failed: {'; '.join(reasons)}" if reasons else ""
 
 
 # ------------------------------------------------------------------------------------------------------ round results
@@ -251,34 +239,28 @@ class _RoundResult:
         holdout_scores: HoldoutScoresByRun,
         remaining: Sequence[int],
         seeds: Sequence[int | None],
-        objective_kind: str,
-        folds: int,
+        settings: FinalsSettings,
         alpha: float,
     ) -> "_RoundResult":
-        trial_by_run: dict[tuple[int, int | None], Trial] = {
-            (number, trial.seed): trial for number, trial in repeated_trials(history, folds)
+        trial_by_run = {
+            FinalRun(number, trial.seed): trial for number, trial in repeated_trials(history, settings.folds)
         }
-        trial_by_run |= {(trial.number, None): trial for trial in history.original_trials}
-        results_by_trial = {number: [trial_by_run[number, seed].final_result for seed in seeds] for number in remaining}
+        trial_by_run |= {FinalRun(trial.number): trial for trial in history.original_trials}
+        results_by_trial = {
+            number: [result for seed in seeds if (result := trial_by_run[FinalRun(number, seed)].final_result)]
+            for number in remaining
+        }
         costs = {
-            number: trial_by_run[number, None].pareto_cost(
-                float(np.mean([result.seconds for result in results if result]))
-            )
+            number: trial_by_run[FinalRun(number)].pareto_cost(float(np.mean([result.seconds for result in results])))
             for number, results in results_by_trial.items()
         }
-        if objective_kind == "time_to_target":
-            return _compare_times(
-                {number: [result for result in results if result] for number, results in results_by_trial.items()},
-                costs,
-                alpha,
-            )
-        is_nested = folds > 1
-        table = difference_ci.align_rows(
-            {number: [holdout_scores[FinalRun(number, seed)] for seed in seeds] for number in remaining}, is_nested
-        )
-        means = {
-            number: float(np.mean([holdout.score for holdout in seed_scores])) for number, seed_scores in table.items()
-        }
+        objective = settings.objective.kind
+        if objective == "time_to_target":
+            return _compare_times(results_by_trial, costs, alpha)
+        is_nested = settings.folds > 1
+        scores = {number: [holdout_scores[FinalRun(number, seed)] for seed in seeds] for number in remaining}
+        table = difference_ci.align_rows(scores, is_nested)
+        means = {number: float(np.mean([holdout.score for holdout in row])) for number, row in table.items()}
 
         @cache
         def compare(baseline: int, candidate: int) -> tuple[DifferenceCI, bool]:
@@ -286,9 +268,8 @@ class _RoundResult:
             # One seed or few rows are not significant.
             return difference, difference.ci_low > 0 and difference.seeds > 1 and difference.rows >= MIN_ROWS
 
-        return _RoundResult(
-            means, compare, costs, (final_seed_std(history) or 0.0) if objective_kind == "pareto" else 0.0
-        )
+        tolerance = (final_seed_std(history) or 0.0) if objective == "pareto" else 0.0
+        return _RoundResult(means, compare, costs, tolerance)
 
     @property
     def leader(self) -> int:
@@ -305,9 +286,9 @@ class _RoundResult:
 
     @property
     def is_decided(self) -> bool:
-        if 0 not in self.means or self.leader == 0:
-            return 0 not in self.means or self.contenders == (0,)
-        return self.compare(0, self.leader)[1]
+        if 0 not in self.means:
+            return True
+        return self.contenders == (0,) if self.leader == 0 else self.compare(0, self.leader)[1]
 
     @property
     def winner(self) -> int:
@@ -316,34 +297,41 @@ class _RoundResult:
         if not self.tolerance:
             return self.leader
         min_mean = max(self.means[self.leader] - self.tolerance, self.means.get(0, -math.inf))
-        clearly_worse = {mean for mean in self.means if mean != self.leader and self.compare(mean, self.leader)[1]}
-        as_good = [number for number, mean in self.means.items() if mean >= min_mean and number not in clearly_worse]
+        as_good = [
+            number
+            for number, mean in self.means.items()
+            if mean >= min_mean and (number == self.leader or not self.compare(number, self.leader)[1])
+        ]
         return min(as_good, key=lambda number: (self.costs[number], number))
 
-    def to_verdict(self, folds: int, used_steering_rows: bool) -> SearchVerdict:
+    def to_verdict(self, settings: FinalsSettings) -> SearchVerdict:
         winner = self.winner
-        base_verdict = SearchVerdict(
-            "unopposed", winner, folds=folds, used_steering_rows=used_steering_rows, won_by_cost=winner != self.leader
+        verdict = SearchVerdict(
+            "unopposed",
+            winner,
+            folds=settings.folds,
+            used_steering_rows=settings.used_steering_rows,
+            won_by_cost=winner != self.leader,
+            cost_kind=settings.objective.cost,
         )
         if 0 not in self.means:
-            return base_verdict
+            return verdict
         challengers = [number for number in self.means if number]
         compared_trial = winner or max(challengers, key=lambda number: (self.means[number], -number), default=None)
         if compared_trial is None:
-            return replace(base_verdict, kind="default")
+            return replace(verdict, kind="default")
         difference, is_better = self.compare(0, compared_trial)
+        figures: dict[str, Any] = asdict(difference)
+        for name, value in figures.items():
+            figures[name] = None if isinstance(value, float) and not math.isfinite(value) else value
         return replace(
-            base_verdict,
+            verdict,
             kind="default" if winner == 0 else "better" if is_better else "unclear",
             compared_trial=compared_trial,
             baseline_reached_seeds=self.reached_seeds.get(0),
             candidate_reached_seeds=self.reached_seeds.get(compared_trial),
-            **{name: _none_if_not_finite(value) for name, value in asdict(difference).items()},
+            **figures,
         )
-
-
-def _none_if_not_finite(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _compare_times(
@@ -358,14 +346,17 @@ def _compare_times(
     are faster than all of the other's. With S seeds each this has probability 1 / (2 S choose S) for equal trials (the
     exact rank test of Wilcoxon 1945), which must be at most alpha / 2: four seeds for 2.5 %."""
     seconds_by_trial = {
-        number: np.array([_seconds_or_inf(result.seconds_to_target) for result in results])
+        number: np.array(
+            [math.inf if result.seconds_to_target is None else result.seconds_to_target for result in results]
+        )
         for number, results in results_by_trial.items()
     }
     reached_seeds = {number: int(np.isfinite(seconds).sum()) for number, seconds in seconds_by_trial.items()}
 
     def expected_seconds(number: int) -> float:
         total_seconds = sum(
-            end.seconds if end.seconds_to_target is None else end.seconds_to_target for end in results_by_trial[number]
+            result.seconds if result.seconds_to_target is None else result.seconds_to_target
+            for result in results_by_trial[number]
         )
         return total_seconds / reached_seeds[number] if reached_seeds[number] else math.inf
 
@@ -383,7 +374,3 @@ def _compare_times(
         return interval, is_significant and bool(candidate_seconds.max() < baseline_seconds.min())
 
     return _RoundResult(means, compare, costs, reached_seeds=reached_seeds)
-
-
-def _seconds_or_inf(seconds: float | None) -> float:
-    return math.inf if seconds is None else seconds

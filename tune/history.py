@@ -1,14 +1,19 @@
-"""State of a search: its trials, their results and decisions, and its journal, `trials.jsonl`: an append-only file with
-one event a line, from which the state is rebuilt.
+"""State of a search: its trials, their results and decisions. It is rebuilt from the journal, `trials.jsonl`: an
+append-only file with one event a line.
 
-created         trial, settings, proposed_by, repeat_of, seed, cost rung_result     trial, rung, step, rows, score,
-loss, seconds, row_std finished        trial, step, rows, score, holdout_score, holdout_rows, seconds, seconds_to_target
-failed          trial, error, seconds diverged        trial, reason, seconds noise           max_useful_batch_size,
-fastest_batch_size       from the log of trial 0 stopped         reason, budget                                  no
-further trials are created reopened        budget                                          trials are created again,
-after a resume with a larger budget finals_started                                                  the halving is over
-usage           seconds, slot_seconds                           since the last `usage` event winner          winner,
-verdict                                 the search has ended
+| kind | fields |
+|---|---|
+| `created` | trial, settings, proposed_by, repeat_of, seed, cost |
+| `rung_result` | trial, rung, step, rows, score, loss, seconds, row_std |
+| `finished` | trial, step, rows, score, holdout_score, holdout_rows, seconds, seconds_to_target |
+| `failed` | trial, error, seconds |
+| `diverged` | trial, reason, seconds |
+| `noise` | max_useful_batch_size, fastest_batch_size, from the log of trial 0 |
+| `stopped` | reason, budget: no further trials are created |
+| `reopened` | budget: trials are created again, after a resume with a larger budget |
+| `finals_started` | the halving is over |
+| `usage` | seconds, slot_seconds since the last `usage` event |
+| `winner` | winner, verdict: the search has ended |
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -99,7 +104,6 @@ class Trial:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the trial neither failed nor diverged."""
         return self.error is None and self.divergence is None
 
     @property
@@ -115,17 +119,15 @@ class Trial:
 
     @property
     def label(self) -> str:
-        """The trial by its overrides."""
         if self.repeat_of is not None:
             return f"trial {self.repeat_of} with seed {self.seed}"
-        set_values = {name: value for name, value in self.settings.items() if value is not None}
+        values = {name: value for name, value in self.settings.items() if value is not None}
         return (
-            ", ".join(f"{name}={_format_value(value)}" for name, value in set_values.items())
-            or "the recipe's own settings"
+            ", ".join(f"{name}={format_value(value)}" for name, value in values.items()) or "the recipe's own settings"
         )
 
 
-def _format_value(value: Any) -> str:
+def format_value(value: Any) -> str:
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 
@@ -156,7 +158,6 @@ class History:
 
     @property
     def original_trials(self) -> tuple[Trial, ...]:
-        """Trials without repeats."""
         return tuple(trial for trial in self.trials if trial.repeat_of is None)
 
     def billed_cost(self, workers: int, price: float) -> float:
@@ -170,28 +171,19 @@ class History:
             case "created":
                 return replace(self, trials=(*self.trials, Trial(event["trial"], **fields)))
             case "rung_result":
-                return self._with_trial(event["trial"], lambda trial: _with_rung_result(trial, RungResult(**fields)))
+                # After a kill a rung may be run again: its first result counts.
+                trials = [trial for trial in self.trials if trial.number == event["trial"]]
+                results = {result.rung: result for trial in trials for result in trial.rung_results}
+                results.setdefault(event["rung"], RungResult(**fields))
+                return self._with_trial(event, rung_results=tuple(results.values()))
             case "finished":
-                final_result = FinalResult(**fields)
-                return self._with_trial(
-                    event["trial"], lambda trial: replace(trial, final_result=final_result, error=None)
-                )
+                return self._with_trial(event, final_result=FinalResult(**fields), error=None)
             case "failed":
-                lost_seconds = event["seconds"]
-                return self._with_trial(
-                    event["trial"], lambda trial: replace(trial, error=event["error"], lost_seconds=lost_seconds)
-                )
+                return self._with_trial(event, error=event["error"], lost_seconds=event["seconds"])
             case "diverged":
-                lost_seconds = event["seconds"]
-                return self._with_trial(
-                    event["trial"], lambda trial: replace(trial, divergence=event["reason"], lost_seconds=lost_seconds)
-                )
+                return self._with_trial(event, divergence=event["reason"], lost_seconds=event["seconds"])
             case "noise":
-                return replace(
-                    self,
-                    max_useful_batch_size=event["max_useful_batch_size"],
-                    fastest_batch_size=event["fastest_batch_size"],
-                )
+                return replace(self, **fields)
             case "stopped":
                 return replace(self, stop_reason=event["reason"], stop_budget=event.get("budget"))
             case "reopened":
@@ -205,19 +197,16 @@ class History:
                 return replace(self, winner=event["winner"], verdict=event["verdict"])
         return self
 
-    def _with_trial(self, number: int, change: Any) -> "History":
-        return replace(self, trials=tuple(change(trial) if trial.number == number else trial for trial in self.trials))
-
-
-def _with_rung_result(trial: Trial, result: RungResult) -> Trial:
-    """Add a result unless the rung has one: after a kill a rung may be run again."""
-    if any(earlier.rung == result.rung for earlier in trial.rung_results):
-        return trial
-    return replace(trial, rung_results=(*trial.rung_results, result))
+    def _with_trial(self, event: Mapping[str, Any], **changes: Any) -> "History":
+        return replace(
+            self,
+            trials=tuple(
+                replace(trial, **changes) if trial.number == event["trial"] else trial for trial in self.trials
+            ),
+        )
 
 
 def replay_journal(journal: Iterable[Mapping[str, Any]]) -> History:
-    """Rebuild the history from a journal's events."""
     history = History()
     for event in journal:
         history = history.with_event(event)
@@ -242,5 +231,4 @@ class Journal:
 
 
 def read_journal(path: Path) -> list[dict[str, Any]]:
-    """Read all events of a journal."""
     return events.read_events_file(path)

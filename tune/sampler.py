@@ -1,8 +1,7 @@
-"""Propose the next point of the space from the observed ones. No Ray, and no state.
+"""Decide the next trial of a search from its configuration and history: a point of the space, a repeat, or none.
 
-Each proposal uses a new sampler with all observations, seeded by the search's seed and the trial's number, so a resumed
-search proposes the same points.
-
+No Ray, and no state. Each proposal uses a new sampler with all observations, seeded by the search's seed and the
+trial's number, so a resumed search makes the same proposals.
 """
 
 import importlib.util
@@ -12,11 +11,16 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import islice
 from typing import Any
 
+from rtrain.config import Config
 from rtrain.core.errors import ConfigError, Problem
-from tune.points import Dimension, halton, is_finite, iter_grid, list_grid, random_points, same_point
+from tune import space
+from tune.history import History, Trial
+from tune.space import Dimension, halton, is_finite, iter_grid, random_points, same_point
+from tune.successive_halving import Objective, RungSchedule, exact_trial_counts, first_rung_seed_std, rung_result
 
 STARTUP_TRIALS = 4
 """Trials before the first proposal of a model. Optuna's default of 10 is more than most searches of full runs have."""
@@ -30,12 +34,12 @@ MIN_GAIN_VALUES = 5
 """Minimum values to compute an expected gain."""
 GAIN_CANDIDATES = 512
 """Candidate points for the maximum of the expected gain."""
+BATCH_SIZE_PRIOR = "prior"
+"""Proposer of the trial with the fastest batch size of trial 0."""
 
 
 @dataclass(frozen=True)
 class Observation:
-    """A tried point and its value."""
-
     point: Mapping[str, Any] | None
     """A value for each dimension, by name (`space.locate_point`). None if the settings are outside of the space: models
     do not use them."""
@@ -73,7 +77,6 @@ def propose(
     tree-structured Parzen estimators (`tpe`), `random`, `grid`, or `auto`: one of the first two by `planned_trials`. A
     tried or pending point is never proposed again: `random` is the fallback. The order of `observations` has no
     influence.
-
     """
     points_in_space = sorted(_points_in_space(observations), key=lambda item: repr((sorted(item[0].items()), item[1])))
     tried_points = [point for point, _ in points_in_space]
@@ -82,20 +85,18 @@ def propose(
         if new_point := _first_untried(halton(dimensions, number + 16 * STARTUP_TRIALS, seed)[number:], tried_points):
             return new_point, "spread"
     elif sampler == "grid":
-        shuffled_grid = list_grid(dimensions)
+        shuffled_grid = list(iter_grid(dimensions))
         random.Random(f"grid {seed}").shuffle(shuffled_grid)
         new_point = _first_untried(shuffled_grid, tried_points)
         return (new_point, "grid") if new_point else None
     elif sampler != "random" and any(values for _, values in points_in_space):
         proposer = sampler if sampler != "auto" else "gp" if planned_trials <= MAX_GP_TRIALS else "tpe"
-        if new_point := _propose_by_model(
-            dimensions, points_in_space, random.Random(f"ask {seed} {number}").getrandbits(31), proposer
-        ):
+        sampler_seed = random.Random(f"ask {seed} {number}").getrandbits(31)
+        if new_point := _propose_by_model(dimensions, points_in_space, sampler_seed, proposer):
             return new_point, proposer
-    random_draws = islice(random_points(dimensions, seed, number), MAX_RANDOM_DRAWS)
-    new_point = _first_untried(random_draws, tried_points) or (
-        _first_untried(iter_grid(dimensions), tried_points) if is_finite(dimensions) else None
-    )
+    new_point = _first_untried(islice(random_points(dimensions, seed, number), MAX_RANDOM_DRAWS), tried_points)
+    if new_point is None and is_finite(dimensions):
+        new_point = _first_untried(iter_grid(dimensions), tried_points)
     return (new_point, "random") if new_point else None
 
 
@@ -110,17 +111,13 @@ def _points_in_space(observations: Sequence[Observation]) -> list[TriedPoint]:
 def _first_untried(
     points: Iterable[dict[str, Any]], tried_points: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any] | None:
-    """Return the first untried point."""
-    return next(
-        (point for point in points if not any(same_point(point, tried_point) for tried_point in tried_points)), None
-    )
+    return next((point for point in points if not any(same_point(point, tried) for tried in tried_points)), None)
 
 
 # -------------------------------------------------------------------------------------------------------------- optuna
 
 
 def is_installed() -> bool:
-    """Return whether Optuna is installed."""
     return importlib.util.find_spec("optuna") is not None
 
 
@@ -137,7 +134,6 @@ def import_optuna(sampler: str = "auto") -> Any:
 
 @contextmanager
 def quiet_logging(library: Any) -> Iterator[None]:
-    """Silence Optuna's messages about studies."""
     previous_level = library.logging.get_verbosity()
     library.logging.set_verbosity(library.logging.ERROR)
     try:
@@ -153,53 +149,50 @@ def _propose_by_model(
 
     A trial without values counts as the worst: a failed one, to avoid its neighborhood, and a pending one, so that
     concurrent trials differ (the constant liar of Ginsbourger et al. 2010).
-
     """
-    library = import_optuna(sampler_name)
+    optuna = import_optuna(sampler_name)
     known_values = [values for _, values in tried_points if values]
     worst_values = [min(values) for values in zip(*known_values, strict=True)]
-    distributions = {dimension.name: _make_distribution(library, dimension) for dimension in dimensions}
-    with quiet_logging(library):
+    distributions = {dimension.name: _make_distribution(optuna, dimension) for dimension in dimensions}
+    with quiet_logging(optuna):
         if sampler_name == "gp":
-            sampler = library.samplers.GPSampler(seed=seed, n_startup_trials=0)
+            sampler = optuna.samplers.GPSampler(seed=seed, n_startup_trials=0)
         else:
-            sampler = library.samplers.TPESampler(seed=seed, n_startup_trials=0, multivariate=True)
-        study = library.create_study(directions=["maximize"] * len(worst_values), sampler=sampler)
+            sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=0, multivariate=True)
+        study = optuna.create_study(directions=["maximize"] * len(worst_values), sampler=sampler)
         for point, values in tried_points:
-            params = {dimension.name: _encode(dimension, point[dimension.name]) for dimension in dimensions}
-            study.add_trial(
-                library.trial.create_trial(
-                    params=params, distributions=distributions, values=list(values or worst_values)
-                )
-            )
+            params = {
+                dimension.name: (dimension.index_of if dimension.choices else dimension.clip)(point[dimension.name])
+                for dimension in dimensions
+            }
+            trial_values = list(values or worst_values)
+            trial = optuna.trial.create_trial(params=params, distributions=distributions, values=trial_values)
+            study.add_trial(trial)
         for _ in range(MAX_SAMPLER_ATTEMPTS):
             trial = study.ask(distributions)
-            new_point = {dimension.name: _decode(dimension, trial.params[dimension.name]) for dimension in dimensions}
+            new_point = {
+                dimension.name: dimension.choices[value] if dimension.choices else dimension.round_value(value)
+                for dimension in dimensions
+                for value in (trial.params[dimension.name],)
+            }
             if fresh := _first_untried([new_point], [point for point, _ in tried_points]):
                 return fresh
             study.tell(trial, worst_values)
     return None
 
 
-def _make_distribution(library: Any, dimension: Dimension) -> Any:
+def _make_distribution(optuna: Any, dimension: Dimension) -> Any:
     """Return Optuna's distribution of a dimension's encoded values: indices of choices, as integers if they are
     ordered."""
-    if dimension.choices and dimension.is_ordered:
-        return library.distributions.IntDistribution(0, len(dimension.choices) - 1)
+    kinds, count = optuna.distributions, len(dimension.choices)
     if dimension.choices:
-        return library.distributions.CategoricalDistribution(tuple(range(len(dimension.choices))))
-    distribution_class = (
-        library.distributions.IntDistribution if dimension.is_integer else library.distributions.FloatDistribution
-    )
-    return distribution_class(dimension.low, dimension.high, log=dimension.log)
-
-
-def _encode(dimension: Dimension, value: Any) -> Any:
-    return dimension.index_of(value) if dimension.choices else dimension.clip(value)
-
-
-def _decode(dimension: Dimension, value: Any) -> Any:
-    return dimension.choices[value] if dimension.choices else dimension.round_value(value)
+        return (
+            kinds.IntDistribution(0, count - 1)
+            if dimension.is_ordered
+            else kinds.CategoricalDistribution(tuple(range(count)))
+        )
+    kind = kinds.IntDistribution if dimension.is_integer else kinds.FloatDistribution
+    return kind(dimension.low, dimension.high, log=dimension.log)
 
 
 # ------------------------------------------------------------------------------------------------------ expected gain
@@ -235,12 +228,10 @@ def expected_gain(dimensions: Sequence[Dimension], observations: Sequence[Observ
     new_points = [point for point in islice(candidates, GAIN_CANDIDATES) if _first_untried([point], points)]
     if not new_points or deviation == 0:
         return 0.0
-    process = _fit_gaussian_process(
-        np.array([_unit_features(dimensions, point) for point, _ in scored_points]), (scores - mean) / deviation, seed
-    )
-    predicted_mean, predicted_std = process.predict(
-        np.array([_unit_features(dimensions, point) for point in new_points]), return_std=True
-    )
+    scored_features = np.array([_unit_features(dimensions, point) for point, _ in scored_points])
+    process = _fit_gaussian_process(scored_features, (scores - mean) / deviation, seed)
+    new_features = np.array([_unit_features(dimensions, point) for point in new_points])
+    predicted_mean, predicted_std = process.predict(new_features, return_std=True)
     noise_free_std = np.sqrt(np.maximum(predicted_std**2 - process.kernel_.k2.noise_level, 1e-18))
     gain = predicted_mean - (scores.max() - mean) / deviation
     improvement = gain * norm.cdf(gain / noise_free_std) + noise_free_std * norm.pdf(gain / noise_free_std)
@@ -248,7 +239,6 @@ def expected_gain(dimensions: Sequence[Dimension], observations: Sequence[Observ
 
 
 def _fit_gaussian_process(unit_points: Any, values: Any, seed: int) -> Any:
-    """Fit a Gaussian process to standardized values at points of the unit cube."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.gaussian_process import GaussianProcessRegressor
     from sklearn.gaussian_process.kernels import ConstantKernel, Matern, WhiteKernel
@@ -270,7 +260,121 @@ def _unit_features(dimensions: Sequence[Dimension], point: Mapping[str, Any]) ->
         if dimension.is_ordered:
             features.append(dimension.to_unit(value) or 0.0)
         else:
-            features += [
-                math.sqrt(0.5) * (number == dimension.index_of(value)) for number in range(len(dimension.choices))
-            ]
+            choice_index = dimension.index_of(value)
+            features += [math.sqrt(0.5) * (index == choice_index) for index in range(len(dimension.choices))]
     return features
+
+
+# --------------------------------------------------------------------------------------------------------------- policy
+
+
+@dataclass(frozen=True)
+class SearchPolicy:
+    config: Config
+    planned_trials: int
+    """Number of trials within the budget."""
+
+    @classmethod
+    def from_config(cls, config: Config, schedule: RungSchedule) -> "SearchPolicy":
+        tune = config.deploy.tune
+        budget = tune.budget_rows or round(tune.budget_full_runs * schedule.full_rows)
+        max_trials = tune.trials or schedule.max_trials(budget)
+        # A trial is repeated at each check point.
+        num_check_points = len(cls(config, min(max_trials, schedule.max_trials(budget))).check_points)
+        return cls(config, min(max_trials, schedule.max_trials(budget - num_check_points * schedule.rungs[0])))
+
+    @property
+    def check_points(self) -> tuple[int, ...]:
+        """Numbers of trials at which the search checks whether another trial is worth its cost. Fewer trials give no
+        estimate; other numbers need a further rung (`successive_halving.exact_trial_counts`)."""
+        tune = self.config.deploy.tune
+        if tune.objective != "score" or tune.sampler in ("random", "grid"):
+            return ()
+        return tuple(count for count in exact_trial_counts(self.planned_trials) if count >= MIN_GAIN_VALUES)
+
+    def is_check_point(self, history: History) -> bool:
+        """Return whether to check now. All points of the user must be tried before: the expected gain does not apply to
+        them."""
+        trials = history.original_trials
+        return (
+            len(trials) > len(self.config.deploy.tune.points_to_evaluate)
+            and sum(trial.is_valid for trial in trials) in self.check_points
+        )
+
+    def noise_probe(self, history: History) -> Trial | None:
+        """Return the trial to repeat at the first rung with another seed, before the expected gain is compared with the
+        seed noise; None if it was repeated already.
+
+        It is the best trial: the gain is relative to it, and trials that barely learn have little seed noise. The
+        repeat is the next seed of the finals, which resume it if the trial gets there.
+        """
+        valid_trials = [trial for trial in history.original_trials if trial.is_valid]
+        best_trial = Objective.from_settings(self.config.deploy.tune).rank(valid_trials, 0)[0]
+        return None if any(trial.repeat_of == best_trial.number for trial in history.trials) else best_trial
+
+    def stop_reason(self, history: History) -> str | None:
+        """Return why another trial is not worth its cost: its expected gain at the first rung is below the seed noise.
+        None if it is worth it, or if either is unknown."""
+        seed_std = first_rung_seed_std(history)
+        gain = None if seed_std is None else self.expected_gain(history)
+        if seed_std is None or gain is None or gain >= seed_std:
+            return None
+        return f"the expected gain of another trial is {gain:.2g}, below the noise of seeds, {seed_std:.2g}"
+
+    @cached_property
+    def _space(self) -> tuple[Dimension, ...]:
+        return space.build_dimensions(self.config)
+
+    def dimensions(self, history: History) -> tuple[Dimension, ...]:
+        """Return the space without batch sizes far above the noise scale of trial 0's gradients, or that take longer
+        than they gain."""
+        if history.max_useful_batch_size is None:
+            return self._space
+        return space.prune_by_noise(self.config, self._space, history.max_useful_batch_size)
+
+    def observations(self, history: History) -> list[Observation]:
+        """Return the sampler's observations: each trial's point, and its value at the first rung, where all trials have
+        equally many rows."""
+        dimensions, objective = self.dimensions(history), Objective.from_settings(self.config.deploy.tune)
+
+        def observe(trial: Trial) -> Observation:
+            point, result = space.locate_point(self.config, dimensions, trial.settings), rung_result(trial, 0)
+            if result is None or not trial.is_valid:
+                return Observation(point, None, is_pending=trial.is_valid)
+            return Observation(point, objective.sampler_value(trial, result))
+
+        return list(map(observe, history.original_trials))
+
+    def propose(self, history: History) -> tuple[dict[str, Any], str] | None:
+        """Return (settings of the next trial, proposer); None if every point of the space was tried."""
+        number, tune = len(history.original_trials), self.config.deploy.tune
+        if 0 < number <= len(tune.points_to_evaluate):
+            return space.trial_overrides(self.config, tune.points_to_evaluate[number - 1]), "points"
+        proposed = propose(
+            self.dimensions(history),
+            self.observations(history),
+            number=number,
+            seed=self.config.recipe.train.seed,
+            sampler=tune.sampler,
+            planned_trials=self.planned_trials,
+        )
+        if proposed is None:
+            return None
+        point, proposer = proposed
+        if proposer == "spread" and (fast_point := self._with_fastest_batch_size(history, point)):
+            point, proposer = fast_point, BATCH_SIZE_PRIOR
+        return space.trial_overrides(self.config, point), proposer
+
+    def _with_fastest_batch_size(self, history: History, point: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return the first quasi-random point with the fastest batch size (`frequency_model.batch_size_prior` of trial
+        0). None if it is unknown, not searched, or was tried with the point's other settings."""
+        is_tried = any(trial.proposed_by == BATCH_SIZE_PRIOR for trial in history.original_trials)
+        if history.fastest_batch_size is None or is_tried:
+            return None
+        fast_point = space.with_batch_size(self.config, self.dimensions(history), point, history.fastest_batch_size)
+        tried_points = [observation.point for observation in self.observations(history) if observation.point]
+        return None if fast_point is None else _first_untried([fast_point], tried_points)
+
+    def expected_gain(self, history: History) -> float | None:
+        """Return the expected improvement of another trial over the best one at the first rung; None if unknown."""
+        return expected_gain(self.dimensions(history), self.observations(history), self.config.recipe.train.seed)

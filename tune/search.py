@@ -2,7 +2,6 @@
 (`tune.trial_pool`).
 
 All state is in the journal. A resumed search replays it, resumes the trials in flight, and makes the same decisions.
-
 """
 
 import time
@@ -14,22 +13,22 @@ from typing import Any
 
 from rtrain import config as configuration
 from rtrain.cluster import preflight
-from rtrain.config import Config
+from rtrain.compress import distill
+from rtrain.config import Config, Range
 from rtrain.core import atomic_write, env
-from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.errors import ConfigError, Problem
 from rtrain.core.run_folder import Run
 from rtrain.data import row_reader
 from rtrain.inference import artifact
 from rtrain.models import builder
-from rtrain.planning import frequency_model
+from rtrain.planning import throughput
 from rtrain.runs import controller, prepare, run_folders
-from tune import finals, gate_winner, holdout_scores, sampler, space, student_costs, successive_halving, trial_pool
+from tune import finals, holdout_scores, sampler, space, students, successive_halving, trial_pool
 from tune.history import SEED_REPEAT, History, Trial, find_trial
-from tune.objective import Objective
 from tune.report import optuna_export, page
+from tune.sampler import SearchPolicy
 from tune.search_log import SearchLog
-from tune.search_policy import SearchPolicy
-from tune.successive_halving import RungSchedule, TrainTo
+from tune.successive_halving import Objective, RungSchedule, TrainTo
 from tune.trainable import LOG_EVERY_SETTING, Assignment, SearchTask, headline_metric, open_search, strategy_problems
 
 FINAL_RUNS = 4
@@ -41,8 +40,6 @@ USAGE_INTERVAL_S = 10.0
 
 @dataclass(frozen=True)
 class SearchResult:
-    """The result of a search."""
-
     search: Run
     history: History
 
@@ -63,74 +60,13 @@ class SearchResult:
 
     @property
     def trained_rows(self) -> int:
-        """Trained rows of all trials."""
-        last_results = (
-            trial.final_result or (trial.rung_results[-1] if trial.rung_results else None)
-            for trial in self.history.trials
-        )
+        last_results = (trial.final_result or next(reversed(trial.rung_results), None) for trial in self.history.trials)
         return sum(result.rows for result in last_results if result is not None)
 
     def to_document(self) -> dict[str, Any]:
         trials = [{**asdict(trial), "status": trial.status} for trial in self.history.trials]
         verdict = dict(self.history.verdict)
         return {"trials": trials, "winning_trial": self.history.winner, "verdict": verdict, "gate": self.gate_verdict}
-
-
-def check_search(config: Config, students: bool = False) -> None:
-    """Check a search over `students` or runs before anything starts. Raises `ConfigError` with all problems."""
-    data, problems = (
-        config.recipe.data,
-        [*strategy_problems(config), *preflight.check_oversubscription(config, env.available_cores())],
-    )
-    if config.deploy.tune.cost != "training" and not students:
-        reason = "all trials have the same model; only students differ (rtrain distill --search)"
-        problems.append(Problem("tune.cost", config.deploy.tune.cost, reason, "leave it out", code="not_students"))
-    if data.valid_share == 0 and not (data.valid or data.split_column):
-        reason = "trials are compared on validation rows, which are missing"
-        fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
-        problems.append(Problem("data.valid_share", 0, reason, fix, code="no_rows"))
-    if data.validation_fold:
-        reason = "the finals of a search set the fold of each seed"
-        problems.append(
-            Problem("data.validation_fold", data.validation_fold, reason, "leave it out", code="unsupported")
-        )
-    tune, name = config.deploy.tune, headline_metric(config)
-    if tune.objective == "time_to_target" and name.startswith("neg_") and tune.target is not None and tune.target > 0:
-        reason = f"the score is {name}, a negative error, which cannot reach a target above 0"
-        problems.append(Problem("tune.target", tune.target, reason, f"write {-tune.target:g}", code="out_of_range"))
-    try:
-        space.build_dimensions(config)
-    except ConfigError as error:
-        problems += error.problems
-    if problems:
-        raise ConfigError(problems)
-    sampler.check_sampler(config.deploy.tune.sampler)
-
-
-def check_model(config: Config, folder: Path) -> None:
-    """Raise `ConfigError` if the space or a point has a value that the model in `folder` does not support."""
-    tune, problems = config.deploy.tune, list[Problem]()
-    extreme_values = [
-        (dimension.name, value)
-        for dimension in space.build_dimensions(config)
-        for value in dimension.choices or (dimension.low, dimension.high)
-    ]
-    tried_points = [(f"tune.space.{name}", {name: value}) for name, value in extreme_values]
-    tried_points += [
-        (f"tune.points_to_evaluate.{place}", dict(point)) for place, point in enumerate(tune.points_to_evaluate)
-    ]
-    for field, point in tried_points:
-        if any(name.startswith(("data.", "model.")) for name in point):
-            recipe = configuration.with_overrides(config, space.trial_overrides(config, point)).recipe
-            architecture_problems = builder.check_architecture(
-                folder, recipe.data.window_tokens, model_config=recipe.model
-            )
-            problems += [
-                replace(problem, field=field, reason=f"{problem.field}: {problem.reason}")
-                for problem in architecture_problems
-            ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def run_search(
@@ -151,20 +87,14 @@ def run_search(
     Raises:
         ConfigError: a resumed search has other settings.
         UserError: no trial has a score.
-
     """
     check_search(config, students=teacher is not None)
-    slot_count = _count_slots(config, folder, reuse)
+    # Counted before a folder is created or a row is read. A search that has ended needs no slots.
+    has_ended = reuse == "resume" and Run(folder).winner is not None
+    device = None if has_ended else prepare.choose_device(config, Run(folder).trial(0)).device
+    slot_count = 0 if device is None else trial_pool.count_slots(config, device)
     with open_search(config, folder, reuse, tokens_root, teacher) as (resolved_config, task):
         return SearchAttempt(resolved_config, task, slot_count, on_event).run()
-
-
-def _count_slots(config: Config, folder: Path, reuse: run_folders.Reuse) -> int:
-    """Return the number of slots; 0 for a search that has ended. It is checked before a folder is created or a row is
-    read. Raises the errors of `trial_pool.count_slots`."""
-    if reuse == "resume" and Run(folder).winner is not None:
-        return 0
-    return trial_pool.count_slots(config, prepare.choose_device(config, Run(folder).trial(0)).device)
 
 
 NextAssignments = Callable[[set[TrainTo], bool], list[TrainTo] | None]
@@ -172,17 +102,13 @@ NextAssignments = Callable[[set[TrainTo], bool], list[TrainTo] | None]
 
 
 class SearchAttempt:
-    """An attempt of a search."""
-
     def __init__(self, config: Config, task: SearchTask, slot_count: int, on_event: controller.OnEvent | None):
         """`slot_count`: number of slots to start."""
         self._config, self._task, self._planned_slots, self._tune = config, task, slot_count, config.deploy.tune
         self._search = Run(task.search)
         self.search_log = SearchLog(self._search, on_event, config.deploy.cluster)
         self._objective, self._seed = Objective.from_settings(self._tune), config.recipe.train.seed
-        self._costs = (
-            None if self._tune.cost == "training" else student_costs.StudentCosts(task.search, self._tune.cost)
-        )
+        self._costs = None if self._tune.cost == "training" else students.StudentCosts(task.search, self._tune.cost)
         self._usage_counted_at, self.slot_count = time.monotonic(), 0
         """Time of the last `usage` event, and number of running slots."""
 
@@ -240,13 +166,10 @@ class SearchAttempt:
         while True:
             for slot in slot_pool.idle_slots:
                 assigned = {TrainTo(assignment.trial, assignment.rung) for assignment in slot_pool.assignments.values()}
-                if (
-                    target := next(
-                        (step for step in next_assignments(assigned, True) or [] if step not in assigned), None
-                    )
-                ) is None:
+                new_work = [work for work in next_assignments(assigned, True) or [] if work not in assigned]
+                if not new_work:
                     break
-                self.search_log.dispatch(slot_pool, slot, self._make_assignment(target))
+                self.search_log.dispatch(slot_pool, slot, self._make_assignment(new_work[0]))
             if not slot_pool.assignments and next_assignments(set(), False) is None:
                 return
             self.search_log.receive(slot_pool, self._log_usage_periodically)
@@ -302,27 +225,19 @@ class SearchAttempt:
         decided."""
         if self.history.winner is not None:
             return None
-        if not any(trial.is_valid for trial in self.history.original_trials):
-            text = f"no trial of the search has a score; {finals.describe_failures(self.history)}"
-            raise UserError(text, code="no_score")
-        budget = (
-            FINAL_RUNS * self.schedule.full_rows
-            if self._tune.final_budget_rows is None
-            else self._tune.final_budget_rows
-        )
-        final_runs = finals.next_runs(
-            self.history,
+        holdout_fraction, budget_rows = self._tune.holdout_fraction, self._tune.final_budget_rows
+        settings = finals.FinalsSettings(
             self.schedule.full_rows,
-            budget,
-            holdout_scores.collect_holdout_scores(self._search, self.history, self._tune.holdout_fraction, self.folds),
-            seed=self._seed,
-            folds=self.folds,
-            objective=self._objective,
-            used_steering_rows=not self._tune.holdout_fraction,
-            allow_new_round=self.exhausted_budget() is None,
+            FINAL_RUNS * self.schedule.full_rows if budget_rows is None else budget_rows,
+            self._seed,
+            self.folds,
+            self._objective,
+            used_steering_rows=not holdout_fraction,
         )
+        scores = holdout_scores.collect_holdout_scores(self._search, self.history, holdout_fraction, self.folds)
+        final_runs = finals.next_runs(self.history, scores, settings, allow_new_round=self.exhausted_budget() is None)
         if isinstance(final_runs, finals.SearchVerdict):
-            self.search_log.write("winner", winner=final_runs.winner, verdict=final_runs.to_document())
+            self.search_log.write("winner", winner=final_runs.winner, verdict=asdict(final_runs))
             return None
         return [TrainTo(self._trial_for_run(run, self.folds), None) for run in final_runs]
 
@@ -330,58 +245,39 @@ class SearchAttempt:
 
     def _stop_if_exhausted(self) -> bool:
         """Return whether trials, time or money are exhausted, and log it."""
-        num_trials, reason, budget_fields = len(self.history.original_trials), None, dict[str, Any]()
-        if num_trials >= self.policy.planned_trials:
-            is_trial_limit = self.policy.planned_trials == self._tune.trials
-            reason = (
-                f"tune.trials={self.policy.planned_trials}"
-                if is_trial_limit
-                else f"the budget allows {self.policy.planned_trials} trials"
-            )
-        elif num_trials > 1 and (exhausted := self.exhausted_budget()):
-            reason, budget_fields = exhausted, {"budget": self._budget}
-        if reason is not None:
-            self.search_log.write("stopped", reason=reason, **budget_fields)
-        return reason is not None
+        num_trials, planned_trials = len(self.history.original_trials), self.policy.planned_trials
+        if num_trials >= planned_trials:
+            is_trial_limit = planned_trials == self._tune.trials
+            reason = f"tune.trials={planned_trials}" if is_trial_limit else f"the budget allows {planned_trials} trials"
+            self.search_log.write("stopped", reason=reason)
+            return True
+        if num_trials > 1 and (exhausted := self.exhausted_budget()):
+            self.search_log.write("stopped", reason=exhausted, budget=self._budget)
+            return True
+        return False
 
     def reopen_if_affordable(self) -> None:
         """Create trials again if time or money was exhausted, this attempt has a larger budget, and the finals have not
         started."""
-        stop_budget = self.history.stop_budget
-        if (
-            not self.history.is_in_finals
-            and stop_budget is not None
-            and stop_budget != self._budget
-            and self.exhausted_budget() is None
-        ):
-            self.search_log.write("reopened", budget=self._budget)
+        history = self.history
+        if history.is_in_finals or history.stop_budget in (None, self._budget) or self.exhausted_budget() is not None:
+            return
+        self.search_log.write("reopened", budget=self._budget)
 
     @property
     def _budget(self) -> dict[str, float | None]:
-        return {
-            "max_minutes": self._tune.max_minutes,
-            "max_cost": self._tune.max_cost,
-            "worker_cost_per_hour": self._tune.worker_cost_per_hour,
-        }
+        return {name: getattr(self._tune, name) for name in ("max_minutes", "max_cost", "worker_cost_per_hour")}
 
     def exhausted_budget(self) -> str | None:
-        """Return which budget of time or money is exhausted, or None."""
-        tune, workers, elapsed = (
-            self._tune,
-            self._config.recipe.train.workers,
-            time.monotonic() - self._usage_counted_at,
-        )
-        projected = self.history.with_event(
-            {"kind": "usage", "seconds": elapsed, "slot_seconds": elapsed * self.slot_count}
-        )
+        tune, elapsed = self._tune, time.monotonic() - self._usage_counted_at
+        usage = {"kind": "usage", "seconds": elapsed, "slot_seconds": elapsed * self.slot_count}
+        projected = self.history.with_event(usage)
         if tune.max_minutes is not None and projected.seconds > 60 * tune.max_minutes:
             return f"{tune.max_minutes:g} minutes are over"
-        if (
-            tune.max_cost is not None
-            and tune.worker_cost_per_hour is not None
-            and (billed := projected.billed_cost(workers, tune.worker_cost_per_hour)) > tune.max_cost
-        ):
-            return f"{billed:.2f} of {tune.max_cost:g} are spent"
+        if tune.max_cost is not None and tune.worker_cost_per_hour is not None:
+            billed = projected.billed_cost(self._config.recipe.train.workers, tune.worker_cost_per_hour)
+            if billed > tune.max_cost:
+                return f"{billed:.2f} of {tune.max_cost:g} are spent"
         return None
 
     def log_noise_scale(self) -> None:
@@ -390,15 +286,11 @@ class SearchAttempt:
         if self.history.max_useful_batch_size is not None:
             return
         recipe = self._task.config_for({}).recipe
-        weights = frequency_model.model_weight_bytes(builder.resolve_folder(recipe.model.name, self._task.tokens_root))
-        if (
-            batch_size_prior := frequency_model.batch_size_prior(self._search.trial(0).events(), recipe, weights)
-        ) is not None:
-            self.search_log.write(
-                "noise",
-                max_useful_batch_size=batch_size_prior.max_batch_size,
-                fastest_batch_size=batch_size_prior.best_batch_size,
-            )
+        weights = throughput.model_weight_bytes(builder.resolve_folder(recipe.model.name, self._task.tokens_root))
+        prior = throughput.batch_size_prior(self._search.trial(0).events(), recipe, weights)
+        if prior is not None:
+            batch_sizes = {"max_useful_batch_size": prior.max_batch_size, "fastest_batch_size": prior.best_batch_size}
+            self.search_log.write("noise", **batch_sizes)
 
     def create_trial(self, settings: Mapping[str, Any], proposed_by: str, **fields: Any) -> int:
         number = len(self.history.trials)
@@ -414,7 +306,7 @@ class SearchAttempt:
             for size in space.list_student_sizes(self._config):
                 self._measure_cost(self._costs, size)
 
-    def _measure_cost(self, cost_table: student_costs.StudentCosts, settings: Mapping[str, Any]) -> float:
+    def _measure_cost(self, cost_table: students.StudentCosts, settings: Mapping[str, Any]) -> float:
         model_name = self._task.config_for(settings).recipe.model.name
         return cost_table.get(builder.resolve_folder(model_name, self._task.tokens_root))
 
@@ -425,48 +317,42 @@ class SearchAttempt:
             return final_run.trial
         repeated_trial = find_trial(self.history.trials, final_run.trial)
         settings = {**repeated_trial.settings, **finals.run_overrides(final_run, seed=self._seed, folds=folds)}
-        matching_trials = (
-            trial for trial in self.history.trials if trial.repeat_of == final_run.trial and trial.settings == settings
-        )
-        if (existing := next(matching_trials, None)) is not None:
-            return existing.number
+        for trial in self.history.trials:
+            if trial.repeat_of == final_run.trial and trial.settings == settings:
+                return trial.number
         return self.create_trial(settings, SEED_REPEAT, repeat_of=final_run.trial, seed=final_run.seed)
 
     # --------------------------------------------------------------------------------------------------------- results
 
     def _write_results(self) -> None:
-        """Write the winner's settings, the gate's verdict, the reports and the search's page."""
-        history, winner_number = self.history, self.history.winner
-        assert winner_number is not None
-        winner = self._search.trial(winner_number)
+        number, notify = self.history.winner, self.search_log.notify
+        assert number is not None
+        winner = self._search.trial(number)
         config = configuration.load_config(str(winner.config))
-        text = configuration.to_yaml(make_replay_config(config, self._config))
-        atomic_write.write_text(self._search.best_config, text)
-        if self._search.winner is None:
-            self._search.append_event("searched", winner=winner_number, trials=len(history.trials))
-        notify = self.search_log.notify
-        teacher = self._task.teacher
-        controller.run_optional_step(
-            self._search,
-            "gate",
-            lambda run: gate_winner.gate_winner(run, winner_number, self._config, notify, teacher),
-            notify,
+        atomic_write.write_text(
+            self._search.best_config, configuration.to_yaml(make_replay_config(config, self._config))
         )
+        if self._search.winner is None:
+            self._search.append_event("searched", winner=number, trials=len(self.history.trials))
+
+        def gate(search: Run) -> None:
+            holdout_scores.gate_winner(search, number, self._config, notify, self._task.teacher)
+
+        controller.run_optional_step(self._search, "gate", gate, notify)
         if not winner.report.is_file():
-            controller.write_report(winner, lambda event: notify({**event, "trial": winner_number}))
+            controller.write_report(winner, lambda event: notify({**event, "trial": number}))
         controller.run_optional_step(self._search, "page", page.write_search_page, notify)
-        controller.complete_remote_copy(
-            winner, config.deploy.cluster
-        )  # the storage may have been unreachable when it finished
+        # The storage may have been unreachable when the trial finished.
+        controller.complete_remote_copy(winner, config.deploy.cluster)
         self.search_log.complete_copy()
 
     def _export_study(self) -> None:
-        """Export an Optuna study, if Optuna is installed."""
         if sampler.is_installed():
-            history, notify = self.history, self.search_log.notify
-            controller.run_optional_step(
-                self._search, "study", lambda run: optuna_export.export_study(run.folder, self._config, history), notify
-            )
+
+            def export(search: Run) -> None:
+                optuna_export.export_study(search.folder, self._config, self.history)
+
+            controller.run_optional_step(self._search, "study", export, self.search_log.notify)
 
 
 def make_replay_config(config: Config, search: Config) -> Config:
@@ -476,3 +362,77 @@ def make_replay_config(config: Config, search: Config) -> Config:
         LOG_EVERY_SETTING: search.recipe.train.log_every,
     }
     return replace(configuration.with_overrides(config, search_settings), explicit_settings=config.explicit_settings)
+
+
+# --------------------------------------------------------------------------------------------------------------- checks
+
+
+def check_search(config: Config, students: bool = False) -> None:
+    """Check a search over `students` or runs before anything starts. Raises `ConfigError` with all problems."""
+    data, tune, name = config.recipe.data, config.deploy.tune, headline_metric(config)
+    problems = [*strategy_problems(config), *preflight.check_oversubscription(config, env.available_cores())]
+    if tune.cost != "training" and not students:
+        reason = "all trials have the same model; only students differ (rtrain distill --search)"
+        problems.append(Problem("tune.cost", tune.cost, reason, "leave it out", code="not_students"))
+    if data.valid_share == 0 and not (data.valid or data.split_column):
+        reason = "trials are compared on validation rows, which are missing"
+        fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
+        problems.append(Problem("data.valid_share", 0, reason, fix, code="no_rows"))
+    if data.validation_fold:
+        fold, reason = data.validation_fold, "the finals of a search set the fold of each seed"
+        problems.append(Problem("data.validation_fold", fold, reason, "leave it out", code="unsupported"))
+    if tune.objective == "time_to_target" and name.startswith("neg_") and tune.target is not None and tune.target > 0:
+        reason = f"the score is {name}, a negative error, which cannot reach a target above 0"
+        problems.append(Problem("tune.target", tune.target, reason, f"write {-tune.target:g}", code="out_of_range"))
+    try:
+        space.build_dimensions(config)
+    except ConfigError as error:
+        problems += error.problems
+    if problems:
+        raise ConfigError(problems)
+    sampler.check_sampler(tune.sampler)
+
+
+def check_model(config: Config, folder: Path) -> None:
+    """Raise `ConfigError` if the space or a point has a value that the model in `folder` does not support."""
+    problems = list[Problem]()
+    tried_points = [
+        (f"tune.space.{dimension.name}", {dimension.name: value})
+        for dimension in space.build_dimensions(config)
+        for value in dimension.extreme_values
+    ]
+    points = enumerate(config.deploy.tune.points_to_evaluate)
+    tried_points += [(f"tune.points_to_evaluate.{place}", dict(point)) for place, point in points]
+    for field, point in tried_points:
+        if any(name.startswith(("data.", "model.")) for name in point):
+            recipe = configuration.with_overrides(config, space.trial_overrides(config, point)).recipe
+            architecture_problems = builder.check_architecture(
+                folder, recipe.data.window_tokens, model_config=recipe.model
+            )
+            problems += [
+                replace(problem, field=field, reason=f"{problem.field}: {problem.reason}")
+                for problem in architecture_problems
+            ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def check_students(config: Config, teacher: distill.Teacher, root: Path) -> None:
+    """Check a search over students (`derive_search_config`) before anything starts. Raises `ConfigError` with all
+    problems."""
+    if isinstance(config.deploy.tune.space.get(space.WIDTH_SETTING), Range):
+        reason = "most widths of a range are not multiples of the teacher's attention head size"
+        fix = "write a list of widths, such as [128, 192, 256]"
+        raise ConfigError([Problem(f"tune.space.{space.WIDTH_SETTING}", "a range", reason, fix, code="not_a_list")])
+    check_search(config, students=True)
+    if problems := distill.check_text_length(config, [teacher, *distill.load_co_teachers(config, teacher)]):
+        raise ConfigError(problems)
+    for point in space.list_student_sizes(config):
+        try:
+            distill.derive_student_config(configuration.with_overrides(config, point), teacher, root)
+        except ConfigError as error:
+            problems = [
+                replace(problem, field=f"tune.space.{problem.field}") if problem.field in point else problem
+                for problem in error.problems
+            ]
+            raise ConfigError(problems) from None

@@ -18,12 +18,12 @@ from rtrain.core.errors import ConfigError, Problem, TemporaryFailureError, User
 from rtrain.core.ragged import RaggedArray
 from rtrain.core.run_folder import Run
 from rtrain.data.store.store import open_store
-from rtrain.evaluation.training_curves import iter_training_seconds
+from rtrain.evaluation.candidates import iter_training_seconds
 from rtrain.metrics.registry import get_metric
 from rtrain.parallel import gradient_noise
-from rtrain.runs import controller, failures, prepare, run_folders, stop_request, worker_group
+from rtrain.runs import controller, prepare, run_folders, stop_request, worker_pool
 from rtrain.tasks import base
-from rtrain.trainer import best_checkpoint, rung_predictions
+from rtrain.trainer import evaluate
 from rtrain.trainer.step import NonFinite
 from tune import difference_ci, holdout_scores, space
 from tune.history import Journal
@@ -63,16 +63,16 @@ class SearchTask:
         return replace(configuration.parse_config(self.document, {}), explicit_settings=self.named_settings)
 
     def config_for(self, settings: Mapping[str, Any]) -> Config:
-        """Return the configuration of a trial with these settings."""
         config = configuration.parse_config(self.document, settings)
+        changes: dict[str, Any] = {}
         if interval_rows := space.evaluation_interval_rows(self.config):
-            interval_steps = max(1, round(interval_rows / config.recipe.global_batch_size))
-            config = configuration.with_overrides(config, {"train.evaluate_every": interval_steps})
+            changes["train.evaluate_every"] = max(1, round(interval_rows / config.recipe.global_batch_size))
         if config.recipe.train.log_every == DEFAULT_LOG_EVERY:  # the divergence check needs every step's loss
-            config = configuration.with_overrides(config, {LOG_EVERY_SETTING: 1})
-        config = replace(config, explicit_settings=config.explicit_settings | self.named_settings)
+            changes[LOG_EVERY_SETTING] = 1
         if storage := _trial_storage(config, self.search):
-            config = configuration.with_overrides(config, {"cluster.storage": storage})
+            changes["cluster.storage"] = storage
+        config = configuration.with_overrides(config, changes)
+        config = replace(config, explicit_settings=config.explicit_settings | self.named_settings)
         if self.teacher is not None:
             config = distill.derive_student_config(config, distill.Teacher.load(self.teacher), self.tokens_root)
         return config
@@ -81,13 +81,13 @@ class SearchTask:
         """Create or resume the run of a trial. Its rows are those of trial 0, whose checks also hold for the others."""
         run = Run(self.search).trial(number)
         reuse: run_folders.Reuse = "resume" if run.exists else "refuse"
-        config, is_resumed = self.config_for(settings), number > 0
+        config, is_begun = self.config_for(settings), number > 0
         if self.teacher is None:
-            prepared_run = prepare.prepare_run(config, run.folder, reuse, self.tokens_root, is_resumed=is_resumed)
+            prepared_run = prepare.prepare_run(config, run.folder, reuse, self.tokens_root, is_resumed=is_begun)
         else:
             teacher = distill.Teacher.load(self.teacher)
             prepared_run = distill.prepare(
-                config, teacher, run.folder, reuse, tokens_root=self.tokens_root, is_begun=is_resumed
+                config, teacher, run.folder, reuse, tokens_root=self.tokens_root, is_begun=is_begun
             )
         if number == 0 or self.measures_noise:
             run.decide_once("noise", gradient_noise.DEFAULT_INTERVAL)
@@ -104,11 +104,7 @@ def strategy_problems(config: Config) -> list[Problem]:
 
 @contextmanager
 def open_search(
-    config: Config,
-    folder: Path,
-    reuse: run_folders.Reuse,
-    tokens_root: Path | None,
-    teacher: Path | None = None,
+    config: Config, folder: Path, reuse: run_folders.Reuse, tokens_root: Path | None, teacher: Path | None = None
 ) -> Iterator[tuple[Config, SearchTask]]:
     """Lock and open the folder of a search or a study; yield its configuration and the common data of its trials.
 
@@ -117,7 +113,6 @@ def open_search(
     Raises:
         ConfigError: a resumed search has other settings; nothing was written.
         TemporaryFailureError: the disk became full in the block.
-
     """
     command_words = ("train", config.recipe.name) if teacher is None else ("distill", teacher.parent)
     prepare.refuse_lost_search(config, folder, reuse, *command_words)
@@ -130,11 +125,9 @@ def open_search(
         run_folders.write_frozen_config(search, config)
         document = configuration.to_document(config)
         _restore_trials(config, search)
+        task = SearchTask(document, config.explicit_settings, search.folder, tokens_root or folder.parent, teacher)
         try:
-            yield (
-                config,
-                SearchTask(document, config.explicit_settings, search.folder, tokens_root or folder.parent, teacher),
-            )
+            yield config, task
         except OSError as error:
             if error.strerror not in DISK_FULL:
                 raise
@@ -143,7 +136,6 @@ def open_search(
 
 
 def _restore_trials(config: Config, search: Run) -> None:
-    """Restore lost trials from their remote copies."""
     if storage := _trial_storage(config, search.folder):
         for run in (search.trial(trial.number) for trial in Journal(search.trials).history.trials):
             remote_copy = RemoteCopy(storage, run.name)
@@ -159,28 +151,23 @@ def _trial_storage(config: Config, search: Path) -> str | None:
 
 
 def _refuse_changed_search(stored_config: Config, new_config: Config) -> None:
-    """Raise `ConfigError` if a resumed search or study has other settings."""
     old_values, new_values = configuration.flatten_config(stored_config), configuration.flatten_config(new_config)
-    fixed_settings = [
-        *FIXED_SETTINGS,
-        *(n for n in old_values if n.startswith("tune.") and n.removeprefix("tune.") not in CHANGEABLE_SETTINGS),
-    ]
+    changeable = {f"tune.{name}" for name in CHANGEABLE_SETTINGS}
     noun = "study" if stored_config.deploy.tune.study else "search"
     fix = f"leave it out, or start another {noun} with --new"
-    if changed_settings := [name for name in fixed_settings if old_values[name] != new_values[name]]:
-        prefix = f"the {noun} was started with "
-        raise ConfigError(
-            [
-                Problem(name, new_values[name], f"{prefix}{old_values[name]!r}", fix, code="changed_setting")
-                for name in changed_settings
-            ]
+    problems = [
+        Problem(
+            name, new_values[name], f"the {noun} was started with {old_values[name]!r}", fix, code="changed_setting"
         )
+        for name in (*FIXED_SETTINGS, *(name for name in old_values if name.startswith("tune.")))
+        if name not in changeable and old_values[name] != new_values[name]
+    ]
+    if problems:
+        raise ConfigError(problems)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Work of a slot."""
-
     trial: int
     settings: Mapping[str, Any]
     rung: int | None
@@ -200,10 +187,14 @@ DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """Messages of a full disk; errors of workers arrive as text."""
 
 
-def run_assignment(assignment: Assignment, task: SearchTask, workers: worker_group.BaseWorkerGroup) -> list[Outcome]:
+def run_assignment(assignment: Assignment, task: SearchTask, workers: worker_pool.BaseWorkerGroup) -> list[Outcome]:
     """Run an assignment. The run resumes from its newest checkpoint; a finished result is only read."""
     run = Run(task.search).trial(assignment.trial)
     detector, prepared_run, end_step = DivergenceDetector(run), None, None
+
+    def diverged(reason: str) -> list[Outcome]:
+        return [{"kind": "diverged", "reason": reason, "seconds": training_seconds(run)}]
+
     try:
         prepared_run = task.prepare_trial(assignment.trial, assignment.settings)
         end_step = None if assignment.rung is None else prepared_run.order.step_at(assignment.rows)
@@ -217,7 +208,7 @@ def run_assignment(assignment: Assignment, task: SearchTask, workers: worker_gro
                 on_event=detector,
             )
     except NonFinite as error:
-        return [{"kind": "diverged", "reason": str(error).splitlines()[0], "seconds": training_seconds(run)}]
+        return diverged(str(error).splitlines()[0])
     except stop_request.StoppedByRequest:
         return []
     except Exception as error:
@@ -225,40 +216,27 @@ def run_assignment(assignment: Assignment, task: SearchTask, workers: worker_gro
         if prepared_run is None or not (run.is_finished and isinstance(error, TemporaryFailureError)):
             return [_failure_outcome(run, error)]
     if detector.reason and not run.is_finished:
-        return [{"kind": "diverged", "reason": detector.reason, "seconds": training_seconds(run)}]
+        return diverged(detector.reason)
     try:
-        outcomes = (
-            []
-            if assignment.rung is None or end_step is None
-            else [_rung_outcome(assignment, task, prepared_run, end_step)]
-        )
+        outcomes = [] if end_step is None else [_rung_outcome(assignment, task, prepared_run, end_step)]
         outcomes += [_final_outcome(run, prepared_run)] if run.is_finished else []
     except Exception as error:  # an error of the trial: raised here, it would kill the slot repeatedly
         return [_failure_outcome(run, error)]
-    if non_finite := [
-        outcome for outcome in outcomes if not math.isfinite(outcome["score"] + outcome.get("holdout_score", 0.0))
-    ]:
-        reason = f"its score at step {non_finite[0]['step']} is not finite"
-        return [{"kind": "diverged", "reason": reason, "seconds": training_seconds(run)}]
+    for outcome in outcomes:
+        if not math.isfinite(outcome["score"] + outcome.get("holdout_score", 0.0)):
+            return diverged(f"its score at step {outcome['step']} is not finite")
     return outcomes
 
 
 def _failure_outcome(run: Run, error: Exception) -> Outcome:
-    """Return the outcome of a failed assignment."""
     message = str(error).splitlines()[0] if isinstance(error, UserError) else first_error_line(error)
-    if _is_machine_failure(error):
+    machine_failures = (TemporaryFailureError, preflight.InsufficientDiskSpace, StorageUnreachableError)
+    if isinstance(error, machine_failures) or any(text in str(error) for text in DISK_FULL):
         return {"kind": RETRY, "error": message}
     if not isinstance(error, UserError):
         run.folder.mkdir(parents=True, exist_ok=True)
-        message += f" (traceback in {failures.write_traceback(run, 'error', error)})"
+        message += f" (traceback in {controller.write_traceback(run, 'error', error)})"
     return {"kind": "failed", "error": message, "seconds": training_seconds(run)}
-
-
-def _is_machine_failure(error: Exception) -> bool:
-    """Return whether the error is a full disk or an unreachable storage, not a failure of the trial."""
-    return isinstance(error, TemporaryFailureError | preflight.InsufficientDiskSpace | StorageUnreachableError) or any(
-        text in str(error) for text in DISK_FULL
-    )
 
 
 def _is_frozen_at(run: Run, end_step: int | None) -> bool:
@@ -270,26 +248,25 @@ def _is_frozen_at(run: Run, end_step: int | None) -> bool:
 def _rung_outcome(assignment: Assignment, task: SearchTask, prepared_run: prepare.PreparedRun, step: int) -> Outcome:
     """Return the result at a rung, on the steering rows."""
     run, config, store = prepared_run.run, prepared_run.config, open_store(prepared_run.store.folder)
-    output = base.get_task(config.recipe.task).output
+    trained_task = base.get_task(config.recipe.task)
+    metric, head = get_metric(trained_task.output), store.manifest.head
     positions = holdout_scores.steering_rows(store, config.deploy.tune.holdout_fraction)
-    targets, headline = store.targets("valid", positions), headline_metric(config)
+    targets = store.targets("valid", positions)
 
-    def steering_results(answered_run: Run) -> RaggedArray | None:
-        rung_results = rung_predictions.read_rung(answered_run, step)
-        return None if rung_results is None else rung_results.take(positions)
+    def steering_results(trial: int) -> RaggedArray | None:
+        results = evaluate.read_rung(Run(task.search).trial(trial), step)
+        return None if results is None else results.take(positions)
 
-    steering, sum_metric = steering_results(run), get_metric(output).make_sum_metric
+    steering = steering_results(assignment.trial)
     assert steering is not None  # written before the rung's checkpoint
+    repeated = None if assignment.repeat_of is None else steering_results(assignment.repeat_of)
     row_std = None
-    if (
-        assignment.repeat_of is not None
-        and (repeated := steering_results(Run(task.search).trial(assignment.repeat_of))) is not None
-    ):
-        row_metrics = (sum_metric(results, targets, store.manifest.head) for results in (repeated, steering))
+    if repeated is not None:
+        row_ids = store.column("valid", "row_id")[positions]
         row_std = difference_ci.row_std(
             *(
-                difference_ci.HoldoutScores(headline, store.column("valid", "row_id")[positions], metric)
-                for metric in row_metrics
+                difference_ci.HoldoutScores(metric.headline, row_ids, metric.make_sum_metric(results, targets, head))
+                for results in (repeated, steering)
             )
         )
     return {
@@ -297,28 +274,31 @@ def _rung_outcome(assignment: Assignment, task: SearchTask, prepared_run: prepar
         "rung": assignment.rung,
         "step": step,
         "rows": prepared_run.order.rows_until(step),
-        "score": get_metric(output).main_scores(steering, targets, store.manifest.head)[headline],
-        "loss": best_checkpoint.mean_row_loss(base.get_task(config.recipe.task), steering, store, positions),
+        "score": metric.main_scores(steering, targets, head)[metric.headline],
+        "loss": evaluate.mean_row_loss(trained_task, steering, store, positions),
         "seconds": training_seconds(run),
         "row_std": row_std,
     }
 
 
 def _final_outcome(run: Run, prepared_run: prepare.PreparedRun) -> Outcome:
-    config, headline = prepared_run.config, headline_metric(prepared_run.config)
-    best_event, holdout = (
-        run.last_event("best") or {},
-        holdout_scores.load_holdout_scores(run, config.deploy.tune.holdout_fraction),
-    )
+    tune, headline = prepared_run.config.deploy.tune, headline_metric(prepared_run.config)
+    holdout = holdout_scores.load_holdout_scores(run, tune.holdout_fraction)
+    # The evaluations on all validation rows during training.
+    scores = [
+        float(event["scores"][headline])
+        for event in run.events("evaluated")
+        if event["split"] == "valid" and "calibration" not in event
+    ]
     return {
         "kind": "finished",
-        "step": best_event.get("step", prepared_run.num_steps),
+        "step": (run.last_event("best") or {}).get("step", prepared_run.num_steps),
         "rows": prepared_run.order.rows_until(prepared_run.num_steps),
-        "score": max(float(event["scores"][headline]) for event in _validation_events(run)),
+        "score": max(scores),
         "holdout_score": holdout.score,
         "holdout_rows": len(holdout.row_ids),
         "seconds": training_seconds(run),
-        "seconds_to_target": seconds_to_target(run, headline, config.deploy.tune.target),
+        "seconds_to_target": seconds_to_target(run, headline, tune.target),
     }
 
 
@@ -334,19 +314,12 @@ def training_seconds(run: Run) -> float:
 def seconds_to_target(run: Run, headline: str, target: float | None) -> float | None:
     """Return the seconds of training until the first evaluation on all validation rows that reached the target, or
     None."""
-    if target is None:
-        return None
-    log = iter_training_seconds(run.events())
-    target_seconds = [
-        seconds for event, seconds in log if event["kind"] == "evaluated" and event["scores"][headline] >= target
+    reached_seconds = [
+        seconds
+        for event, seconds in iter_training_seconds(run.events())
+        if target is not None and event["kind"] == "evaluated" and event["scores"][headline] >= target
     ]
-    return round(min(target_seconds), 3) if target_seconds else None
-
-
-def _validation_events(run: Run) -> list[dict[str, Any]]:
-    """Return the evaluations on all validation rows during training."""
-    log = run.events("evaluated")
-    return [event for event in log if event["split"] == "valid" and "calibration" not in event]
+    return round(min(reached_seconds), 3) if reached_seconds else None
 
 
 def first_error_line(error: BaseException) -> str:
@@ -365,7 +338,6 @@ def has_diverged(losses: Sequence[float]) -> bool:
 
     A loss is that of one step, with few rows, which may be hard or mislabeled; hence all newest losses must be high.
     The reference is the minimum of the first losses, since the first step may have raised the others already.
-
     """
     if len(losses) < FIRST_LOSSES + NEWEST_LOSSES:
         return False
@@ -387,12 +359,10 @@ class DivergenceDetector:
             stop_request.request_stop(self._run, stop_request.DIVERGED)
 
     def _detect(self, event: dict[str, Any]) -> bool:
-        """Return whether the trial diverges with this event."""
         self._losses.append(event["loss"])
         if self.reason or not has_diverged(self._losses):
             return False
         first_loss, newest_loss = min(self._losses[:FIRST_LOSSES]), min(self._losses[-NEWEST_LOSSES:])
-        self.reason = (
-            f"the training loss rose from {first_loss:.3g} to {newest_loss:.3g} and more by step {event['step']}"
-        )
+        rise = f"from {first_loss:.3g} to {newest_loss:.3g}"
+        self.reason = f"the training loss rose {rise} and more by step {event['step']}"
         return True

@@ -4,7 +4,6 @@ Ray Tune starts a slot's process, and restarts it after every death; its workers
 `tune.search` decides the assignments: the driver puts them into a slot's mailbox, and the slots put outcomes into a
 common one. A killed slot loses its current assignment only. This module decides when a slot has died too often, since a
 trial may be the cause.
-
 """
 
 import itertools
@@ -26,7 +25,7 @@ from rtrain.cluster import capacity, placement
 from rtrain.config import Config
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.run_folder import Run
-from rtrain.runs import resource_leases, stop_request, worker_pool
+from rtrain.runs import stop_request, worker_pool
 from tune import trainable
 from tune.trainable import Assignment, Outcome, SearchTask
 
@@ -60,31 +59,21 @@ def count_slots(config: Config, device: str) -> int:
     """Return the number of slots: `tune.max_concurrent_trials`, or as many as fit on the cluster.
 
     Raises `ConfigError` if the requested number does not fit, with the largest number that fits.
-
     """
-    train, requested_slots = config.recipe.train, config.deploy.tune.max_concurrent_trials
+    workers, requested = config.recipe.train.workers, config.deploy.tune.max_concurrent_trials
     needs = capacity.resource_request_from_config(config, device)
-    data_cpus, max_resources = (
-        needs.capacity_for(train.workers).data_cpus,
-        capacity.max_accelerators(device, needs.labels),
-    )
-    resources_per_trial = train.workers + data_cpus if device == "cpu" else train.workers
-    fitting_slots = max(
-        1, placement.max_concurrent_runs(capacity.live_nodes(), capacity.autoscaler_limits(), needs, train.workers)
-    )
-    if requested_slots is None or requested_slots <= fitting_slots:
-        return requested_slots or fitting_slots
-    demand_text = (
-        f"{requested_slots} trials of {train.workers} workers need {requested_slots * resources_per_trial} "
-        f"logical {capacity.WORKER_RESOURCE[device]}s"
-    )
+    fitting = max(1, placement.max_concurrent_runs(capacity.live_nodes(), capacity.autoscaler_limits(), needs, workers))
+    if requested is None or requested <= fitting:
+        return requested or fitting
+    data_cpus = needs.capacity_for(workers).data_cpus if device == "cpu" else 0
+    available = capacity.max_accelerators(device, needs.labels)
     data_clause = f", {data_cpus} per trial for data tasks" if device == "cpu" else ""
-    fix = (
-        f"write {fitting_slots}, or "
-        f"{max(1, max_resources // requested_slots - (data_cpus if device == 'cpu' else 0))} for train.workers"
+    reason = (
+        f"{requested} trials of {workers} workers need {requested * (workers + data_cpus)} logical "
+        f"{capacity.WORKER_RESOURCE[device]}s{data_clause}; the Ray cluster has {available}"
     )
-    reason = f"{demand_text}{data_clause}; the Ray cluster has {max_resources}"
-    raise ConfigError([Problem("tune.max_concurrent_trials", requested_slots, reason, fix, code="too_large")])
+    fix = f"write {fitting}, or {max(1, available // requested - data_cpus)} for train.workers"
+    raise ConfigError([Problem("tune.max_concurrent_trials", requested, reason, fix, code="too_large")])
 
 
 def _run_slot(settings: dict[str, Any], mailbox_server: Any, task: SearchTask) -> None:
@@ -135,8 +124,6 @@ class SlotDeaths(ray.tune.Callback):
 
 @dataclass
 class SlotPool:
-    """The slots of a running search."""
-
     search: Run
     mailbox_server: Any
     tuner: threading.Thread
@@ -172,7 +159,6 @@ class SlotPool:
         Raises:
             UserError: a slot died too often without an assignment, or no slot is left.
             StoppedByRequest: a stop was requested, and no assignment is left.
-
         """
         pending_report = self.mailbox_server.take.remote(REPORTS_MAILBOX, self.reports_read)
         while True:
@@ -193,15 +179,13 @@ class SlotPool:
         report: SlotReport = ray.get(pending_report)
         self.reports_read += 1
         self._count_deaths()
-        if report.assignment is None:
-            lost_assignment = self.assignments.pop(report.slot, None)
-            self.mailboxes[report.slot] = report.mailbox
-            if lost_assignment is not None:
-                self.idle_deaths[report.slot] = 0
-            return lost_assignment, () if lost_assignment is None else None
-        del self.assignments[report.slot]
-        self.idle_deaths[report.slot] = 0
-        return report.assignment, report.outcomes
+        assignment = self.assignments.pop(report.slot, None)
+        if assignment is not None:
+            self.idle_deaths[report.slot] = 0
+        if report.assignment is not None:
+            return report.assignment, report.outcomes
+        self.mailboxes[report.slot] = report.mailbox
+        return assignment, () if assignment is None else None
 
     def _request_stops(self) -> None:
         if not self.assignments:
@@ -267,13 +251,11 @@ def open_slots(config: Config, task: SearchTask, count: int) -> Iterator[SlotPoo
         pool.tuner.join(worker_pool.RAY_SHUTDOWN_TIMEOUT_S)
         stop_file.unlink(missing_ok=True)
         for slot in range(count):
-            resource_leases.release_group(_slot_run(search, slot))
+            worker_pool.release_group(_slot_run(search, slot))
         ray.kill(mailbox_server)
 
 
 class _StopWhenFileExists(ray.tune.Stopper):
-    """Stops all Ray Tune trials when a file exists."""
-
     def __init__(self, file: Path):
         self._stop_file = file
 

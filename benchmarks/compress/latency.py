@@ -24,10 +24,7 @@ class Times:
 
 
 def rounds(
-    sides: Mapping[str, Callable[[], object]],
-    number: int,
-    calls: int,
-    clock: Callable[[], float] = time.perf_counter,
+    sides: Mapping[str, Callable[[], object]], number: int, calls: int, clock: Callable[[], float] = time.perf_counter
 ) -> dict[str, Times]:
     """The times of each side. Whoever begins changes from round to round."""
     times = {name: Times() for name in sides}

@@ -47,8 +47,8 @@ def scores(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
 
 
 def served(work: Work, sets: Sequence[Set], keep: Keep) -> dict[str, Any]:
-    """For each set, bytes and score of the student whose vocabulary was trimmed before it was trained, in int8 and as
-    small as it can be, beside those of the int8 one that has the whole vocabulary."""
+    """For each set, bytes and score of the student with a vocabulary trimmed before training, in int8 and at the
+    smallest size, beside the int8 student with the whole vocabulary."""
     done: dict[str, Any] = {}
     for dataset in sets:
         small, untrimmed = making.int8(work, dataset, trimmed=True, smallest=True), making.int8(work, dataset)

@@ -135,8 +135,8 @@ class Bench:
 
 
 def run_section(name: str, bench: Bench) -> None:
-    """Run the module of that name in this process, which leads a process group of its own, so that what the section
-    starts ends with it."""
+    """Run the module of that name in this process. It leads its own process group, so child processes
+    end with it."""
     import transformers
 
     os.setpgid(0, 0)
@@ -293,7 +293,7 @@ def timed(bench: Bench, work: Callable[[int], Any], seconds: float, warm: int = 
 
 
 def largest(attempt: Callable[[int], None], start: int, cap: int, free: Callable[[], None]) -> int:
-    """The largest of `start`, 2 `start`, 4 `start` and so on up to `cap` with which the memory suffices. The largest
+    """The largest of `start`, 2 `start`, 4 `start` and so on up to `cap` that fits into memory. The largest
     is tried first: on a large GPU it often fits, and each try is a training's start."""
     import torch
 

@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.gpu import bench as common
 from benchmarks.gpu.bench import LABELS, Bench, forget
 from rtrain.core.ragged import single_window_batch
-from rtrain.models import attention, local_attention
+from rtrain.models import attention, long_texts
 from rtrain.models.pack_layout import PackLayout, make_layout
 
 if TYPE_CHECKING:
@@ -76,9 +76,9 @@ def bound(bench: Bench) -> float | None:
     return MAX_ERROR_RATIO if bench.gpu else None
 
 
-def exactly(parts: "list[torch.Tensor]", sizes: list[int], window: int, kept: Any = None) -> "torch.Tensor":
-    """Attention [1, heads, tokens, dim] -> [1, tokens, heads, dim] by plain products under a mask. `kept`: factors
-    [heads, tokens, tokens] of a window's weights, for each window."""
+def exactly(parts: "list[torch.Tensor]", sizes: list[int], window: int, dropout: Any = None) -> "torch.Tensor":
+    """Attention [1, heads, tokens, dim] -> [1, tokens, heads, dim] by plain products under a mask. `dropout`:
+    factors [heads, tokens, tokens] of a window's weights, for each window."""
     import torch
 
     answers, begin = [], 0
@@ -86,16 +86,19 @@ def exactly(parts: "list[torch.Tensor]", sizes: list[int], window: int, kept: An
         query, key, value = (part[0, :, begin : begin + size] for part in parts)
         places = torch.arange(size, device=query.device)
         scores = query @ key.transpose(1, 2) * query.shape[-1] ** -0.5
-        weights = scores.masked_fill(~local_attention.window_mask(places[:, None], places, window), -torch.inf).softmax(
-            -1
-        )
-        answers.append((weights if kept is None else weights * kept[number]) @ value)
+        weights = scores.masked_fill(~long_texts.window_mask(places[:, None], places, window), -torch.inf).softmax(-1)
+        answers.append((weights if dropout is None else weights * dropout[number]) @ value)
         begin += size
     return torch.cat(answers, dim=1).transpose(0, 1)[None]
 
 
 def errors(
-    bench: Bench, variant: Variant, parts: "list[torch.Tensor]", layout: PackLayout, rate: float = 0.0, kept: Any = None
+    bench: Bench,
+    variant: Variant,
+    parts: "list[torch.Tensor]",
+    layout: PackLayout,
+    rate: float = 0.0,
+    dropout: Any = None,
 ) -> dict[str, float]:
     """The norm of the difference from float64, over that of float64's; of the answer and the three gradients."""
     import torch
@@ -107,16 +110,16 @@ def errors(
             torch.nn.Module().train(), mine[0], mine[1], mine[2], None, dropout=rate, layout=layout
         )
     gradient = parts[3].transpose(1, 2)
-    found = [answer, *torch.autograd.grad(answer, mine, gradient)]
+    actual = [answer, *torch.autograd.grad(answer, mine, gradient)]
     exact = [part.double().requires_grad_() for part in parts[:3]]
     window = layout.attention_window or 0
-    plain = exactly(exact, [int(size) for size in layout.sizes], window, kept)
+    plain = exactly(exact, [int(size) for size in layout.sizes], window, dropout)
     expected = [plain, *torch.autograd.grad(plain, exact, gradient.double())]
-    apart = [
-        float((one.detach().double() - other.detach()).norm() / other.detach().norm())
-        for one, other in zip(found, expected, strict=True)
+    relative_errors = [
+        float((value.detach().double() - other.detach()).norm() / other.detach().norm())
+        for value, other in zip(actual, expected, strict=True)
     ]
-    return dict(zip(("answer", "query", "key", "value"), apart, strict=True))
+    return dict(zip(("answer", "query", "key", "value"), relative_errors, strict=True))
 
 
 def check_errors(bench: Bench, name: str) -> None:
@@ -130,15 +133,14 @@ def check_errors(bench: Bench, name: str) -> None:
     shape = (1, HEADS, sum(lengths), DIM)
     parts = [torch.randn(shape, generator=draw).to(bench.device, getattr(torch, name)) for _ in range(4)]
     padded = errors(bench, "padded", parts, layout)
-    for variant in VARIANTS[1:2]:
-        for part, error in errors(bench, variant, parts, layout).items():
-            key, unit = f"errors.{name}.{variant}.{part}", "x padded's error"
-            bench.report.line(key, error / padded[part], unit, most=bound(bench), error=error, padded=padded[part])
+    for part, error in errors(bench, "banded", parts, layout).items():
+        key, unit = f"errors.{name}.banded.{part}", "x padded's error"
+        bench.report.line(key, error / padded[part], unit, maximum=bound(bench), error=error, padded=padded[part])
 
 
 def check_dropout(bench: Bench, name: str) -> None:
-    """Check dropout of attention weights: its rate, and the gradient. Where the values are the unit matrix, the answers
-    are the weights, of which those that are zero were dropped; the same seed drops the same."""
+    """Check dropout of attention weights: its rate, and the gradient. If the values are the unit matrix, the answers
+    are the weights, and zero weights were dropped; the same seed drops the same weights."""
     import torch
 
     heads, window, rate, width = 2, 16, 0.1, 256
@@ -152,21 +154,23 @@ def check_dropout(bench: Bench, name: str) -> None:
     module = torch.nn.Module().train()
     query = parts[0].clone().requires_grad_()  # a CPU's kernel for training
     weights, _ = attention.packed_attention(module, query, parts[1], unit, None, dropout=rate, layout=layout)
-    kept, begin, counts = [], 0, [0, 0]
+    factors, begin, counts = [], 0, [0, 0]
     for size in lengths:
-        of = weights.detach()[0, begin : begin + size, :, :size].transpose(0, 1) != 0
+        is_kept = weights.detach()[0, begin : begin + size, :, :size].transpose(0, 1) != 0
         places = torch.arange(size, device=bench.device)
-        read = local_attention.window_mask(places[:, None], places, window)
-        counts = [counts[0] + int((~of & read).sum()), counts[1] + heads * int(read.sum())]
-        kept.append(of / (1 - rate))
+        read = long_texts.window_mask(places[:, None], places, window)
+        counts = [counts[0] + int((~is_kept & read).sum()), counts[1] + heads * int(read.sum())]
+        factors.append(is_kept / (1 - rate))
         begin += size
     share = counts[0] / counts[1]
     sigma = (rate * (1 - rate) / counts[1]) ** 0.5
-    bench.report.line(f"dropout.{name}.rate", abs(share - rate) / sigma, "sigma from the rate", most=5.0, zeros=share)
+    bench.report.line(
+        f"dropout.{name}.rate", abs(share - rate) / sigma, "sigma from the rate", maximum=5.0, zeros=share
+    )
     plain = errors(bench, "banded", parts, layout)
-    for part, error in (errors(bench, "banded", parts, layout, rate, kept) if bench.gpu else plain).items():
+    for part, error in (errors(bench, "banded", parts, layout, rate, factors) if bench.gpu else plain).items():
         bench.report.line(
-            f"dropout.{name}.{part}", error / plain[part], "x the error without", most=bound(bench), dropped=error
+            f"dropout.{name}.{part}", error / plain[part], "x the error without", maximum=bound(bench), dropped=error
         )
 
 
@@ -179,17 +183,17 @@ def measure(
     """The milliseconds of each side, and the ratios of two in the same round."""
     times: list[dict[Variant, float]] = []
     for number in range(ROUNDS):
-        one: dict[Variant, float] = {}
+        round_ms: dict[Variant, float] = {}
         for variant in VARIANTS if number % 2 == 0 else reversed(VARIANTS):
             with use_variant(variant):
                 count, passed = common.timed(bench, works[variant], seconds, warm=3 if number == 0 else 1)
-            one[variant] = 1e3 * passed / count
-        times.append(one)
+            round_ms[variant] = 1e3 * passed / count
+        times.append(round_ms)
     for variant in works:
-        bench.report.line(f"{key}.{variant}", values=[one[variant] for one in times], unit="ms")
+        bench.report.line(f"{key}.{variant}", values=[round_ms[variant] for round_ms in times], unit="ms")
     for variant in VARIANTS:
         if variant != "banded":
-            ratios = [one[variant] / one["banded"] for one in times]
+            ratios = [round_ms[variant] / round_ms["banded"] for round_ms in times]
             bound = goal if variant == "padded" else None
             bench.report.line(f"{key}.{variant}_over_banded", values=ratios, unit="x", goal=bound)
 
@@ -199,9 +203,9 @@ def layer(bench: Bench, tokens: int, window: int, rate: float = 0.0) -> None:
     import torch
 
     count = TOKENS if bench.gpu else 256
-    of = texts([tokens] * (count // tokens))
+    batch = texts([tokens] * (count // tokens))
     layouts = {
-        variant: make_layout(of, HEADS, bench.device, None if variant == "full" else window) for variant in VARIANTS
+        variant: make_layout(batch, HEADS, bench.device, None if variant == "full" else window) for variant in VARIANTS
     }
     parts = [
         torch.randn(1, count, HEADS, DIM, device=bench.device, dtype=torch.bfloat16).transpose(1, 2).requires_grad_()
@@ -212,7 +216,7 @@ def layer(bench: Bench, tokens: int, window: int, rate: float = 0.0) -> None:
 
     def work(variant: Variant) -> Callable[[int], Any]:
         def once(_: int) -> Any:
-            answer, _kept = attention.packed_attention(
+            answer, _weights = attention.packed_attention(
                 module, parts[0], parts[1], parts[2], None, dropout=rate, layout=layouts[variant]
             )
             return torch.autograd.grad(answer, parts, gradient)
@@ -246,7 +250,7 @@ def steps(bench: Bench, cells: Any) -> None:
 
         def work(variant: Variant, passes: Any = passes, window: int = window) -> Callable[[int], Any]:
             def once(number: int) -> Any:
-                setattr(network.config, local_attention.CONFIG_KEY, None if variant == "full" else window)
+                setattr(network.config, long_texts.CONFIG_KEY, None if variant == "full" else window)
                 ours.updates = passes
                 return ours.update(number)
 

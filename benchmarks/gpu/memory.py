@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench, forget, network, texts
 from benchmarks.gpu.speed import Ours
 
 if TYPE_CHECKING:
-    from rtrain.planning.memory_trace import TracedMemory
+    from rtrain.planning.memory_estimate import TracedMemory
 
 TOKENS = 1 << 14
 MAX_MEMORY_RATIO = 1.25
@@ -26,12 +26,12 @@ MAX_MEMORY_RATIO = 1.25
 def traced(network: Any, lengths: Sequence[int], precision: str, recompute: bool, device: str) -> "TracedMemory":
     """A pass of a network as the forecast computes it, by the network's configuration alone."""
     from rtrain.config import ModelConfig
-    from rtrain.planning import memory_trace
+    from rtrain.planning import memory_estimate
     from rtrain.tasks import base
 
     with tempfile.TemporaryDirectory() as folder:
         network.config.save_pretrained(folder)
-        return memory_trace.trace_micro_batch(
+        return memory_estimate.trace_micro_batch(
             Path(folder),
             base.get_task("classification"),
             ModelConfig(pooling="own"),
@@ -46,9 +46,9 @@ def traced(network: Any, lengths: Sequence[int], precision: str, recompute: bool
 
 def foretold(trace: "TracedMemory") -> float:
     """Bytes of a worker that has a GPU to itself."""
-    from rtrain.planning import memory_needs
+    from rtrain.planning import memory_estimate
 
-    return memory_needs.estimate_memory(trace, 1, process_bytes=0.0, overhead=1.0).total
+    return memory_estimate.estimate_memory(trace, 1, overhead=1.0).tensor_bytes
 
 
 def run(bench: Bench) -> None:
@@ -92,8 +92,8 @@ def _measure(bench: Bench, model: str, precision: str) -> None:
 
 
 def _peak(bench: Bench, ours: Ours, expecting: "TracedMemory") -> tuple[float, float]:
-    """(bytes measured, bytes foretold): of a whole update on a GPU, with what its allocator keeps; of what autograd
-    keeps on a CPU."""
+    """Return (measured bytes, forecast bytes): of a whole update on a GPU, reserved memory included; of the tensors
+    that autograd saves on a CPU."""
     import torch
 
     if bench.gpu:

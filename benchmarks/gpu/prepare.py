@@ -69,15 +69,15 @@ def _store(recipe: "Recipe", source: Path, root: Path) -> "Store":
     """The token store that a run would make, made by the same functions one after another, without Ray."""
     from rtrain.data import row_reader
     from rtrain.data.splits import Splits
-    from rtrain.data.store import builder as store_builder, commit, read_tasks, shards, store
+    from rtrain.data.store import builder as store_builder, commit, shards, store
 
     rows = row_reader.inspect_source(recipe.data)
     writer = store.StoreWriter(root / ".tokens" / store_builder.compute_digest(recipe, rows, source))
     job = shards.TokenizeJob(recipe, source, writer.folder, Splits.from_config(recipe.data, rows))
     written = [
         row
-        for piece in read_tasks.plan_tasks(rows)
-        for part in read_tasks.split_task(piece, recipe)
+        for piece in shards.plan_tasks(rows)
+        for part in shards.split_task(piece, recipe)
         for row in shards.write_shards(part, job)
     ]
     return commit.commit_store(job, rows, writer, written)

@@ -1,5 +1,5 @@
-"""Whether a run resumes bit for bit: 40 updates in one start are compared with 40 in two, the first of which is killed
-behind the checkpoint at 20."""
+"""Whether a run resumes bit for bit: 40 updates in one start are compared with 40 updates in two starts. The first
+start is killed after the checkpoint at update 20."""
 
 import json
 import multiprocessing
@@ -118,11 +118,7 @@ def _train(bench: Bench, folder: Path, settings: dict[str, Any], deterministic: 
         warnings_text = sorted(
             {str(warning.message).splitlines()[0] for warning in caught if "determinis" in str(warning.message)}
         )
-        result = {
-            "from": ran.reporter.events_of("started")[0]["step"],
-            "warnings": warnings_text,
-            "repeated": repeated,
-        }
+        result = {"from": ran.reporter.events_of("started")[0]["step"], "warnings": warnings_text, "repeated": repeated}
         result["precision"] = ran.job.precision
         (folder / RESULT_FILE).write_text(json.dumps(result), encoding="utf-8")
     except Exception as error:

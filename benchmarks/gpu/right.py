@@ -206,7 +206,7 @@ def scaling(bench: Bench) -> None:
     finite."""
     import torch
 
-    from rtrain.checkpoint import loss_scale as scales
+    from rtrain.checkpoint import format as scales
     from rtrain.config import OptimConfig
     from rtrain.parallel.ddp import DDPStrategy
     from rtrain.trainer import optimizers
@@ -219,16 +219,9 @@ def scaling(bench: Bench) -> None:
     before = {name: value.detach().clone() for name, value in model.named_parameters()}
     scale, skipped, unchanged = scales.LossScale(2.0**40), 0, True
     while True:
-        done = step.run_step(
-            exchange,
-            optimizer,
-            _loss(),
-            [tokens],
-            pad_id=model.config.pad_token_id,
-            precision="fp16",
-            scale=scale.value,
-            max_grad_norm=1.0,
-        )
+        done = step.StepRunner(
+            exchange, optimizer, _loss(), pad_id=model.config.pad_token_id, precision="fp16", max_grad_norm=1.0
+        ).run_step([tokens], scale=scale.value)
         if not done.is_skipped or skipped == 40:
             break
         skipped += 1
@@ -271,12 +264,12 @@ def verify(bench: Bench) -> None:
     tokens, rows = texts(bench, "banking77"), 32
     start = network(bench, MODEL_NAME).double().eval()
 
-    def trained(max_rows: int | None, run_update: step.RunStep = step.run_step) -> "_Run":
-        run = _Run(start)
+    def trained(max_rows: int | None, runner_class: type[step.StepRunner] = step.StepRunner) -> "_Run":
+        run = _Run(start, runner_class)
         for number in range(4):
             part = tokens.take(np.arange(number * rows, (number + 1) * rows) % len(tokens))
             passes = assign_micro_batches(part.window_lengths, 1, 0, max_rows)
-            run.update(run_update, [part.take(places) for places in passes])
+            run.runner.run_step([part.take(places) for places in passes])
         return run
 
     reference = trained(None)
@@ -292,22 +285,17 @@ def verify(bench: Bench) -> None:
 class _Run(step.Observer):
     """A training in float64 that keeps its gradients."""
 
-    def __init__(self, start: Any):
+    def __init__(self, start: Any, runner_class: type[step.StepRunner]):
         from rtrain.config import OptimConfig
         from rtrain.parallel.ddp import DDPStrategy
         from rtrain.trainer import optimizers
 
         self.start, self.trained = start, copy.deepcopy(start)
         self.gradients: list[dict[str, torch.Tensor]] = []
-        self.exchange = DDPStrategy(self.trained)
-        self.optimizer = optimizers.build_optimizer(self.trained, OptimConfig(lr=1e-3))
-
-    def update(self, run_update: step.RunStep, passes: "list[TokenBatch]") -> None:
-        run_update(
-            self.exchange,
-            self.optimizer,
+        self.runner = runner_class(
+            DDPStrategy(self.trained),
+            optimizers.build_optimizer(self.trained, OptimConfig(lr=1e-3)),
             _loss(),
-            passes,
             pad_id=self.trained.config.pad_token_id,
             precision="fp64",
             max_grad_norm=1.0,

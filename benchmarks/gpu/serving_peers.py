@@ -50,7 +50,7 @@ def run(bench: Bench) -> None:
 
 def _measure(bench: Bench, model: str, kind: str, texts: Sequence[str]) -> None:
     from rtrain.inference.predictor import Predictor
-    from rtrain.metrics.calibration import softmax
+    from rtrain.metrics.classification import softmax
 
     folder = _artifact(bench, model, texts)
     device = bench.device.type
@@ -96,8 +96,7 @@ def _measure(bench: Bench, model: str, kind: str, texts: Sequence[str]) -> None:
 def _batched(predictor: "Predictor", texts: Sequence[str]) -> Callable[[int, float], Timed]:
     """rtrain's tokenizer, batcher and engine, asked by clients that each send the next text when one is answered."""
     from rtrain.config import ServeConfig
-    from serve.batching.batcher import Batcher
-    from serve.batching.encode_queue import Encoder
+    from serve.batching.batcher import Batcher, Encoder
     from serve.batching.scheduler import BatchLimits
 
     settings = ServeConfig(max_batch_size=256)

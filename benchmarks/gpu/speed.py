@@ -91,15 +91,14 @@ class Ours:
     def update(self, number: int) -> Any:
         from rtrain.trainer import step
 
-        return step.run_step(
+        return step.StepRunner(
             self.exchange,
             self.optimizer,
             self._loss,
-            self.updates[number % self.UPDATES],
             pad_id=self.network.config.pad_token_id,
             precision=self._precision,
             max_grad_norm=1.0,
-        )
+        ).run_step(self.updates[number % self.UPDATES])
 
     def measure(self, bench: Bench) -> Speed:
         done: list[Any] = []

@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,11 +50,7 @@ def network(folder: Path, labels: int) -> Any:
     import transformers
 
     return transformers.AutoModelForSequenceClassification.from_pretrained(
-        folder,
-        num_labels=labels,
-        dtype=torch.float32,
-        local_files_only=True,
-        trust_remote_code=False,
+        folder, num_labels=labels, dtype=torch.float32, local_files_only=True, trust_remote_code=False
     )
 
 
@@ -65,6 +61,20 @@ def optimizer(model: Any, updates: int) -> tuple[Any, Any]:
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
     return optimizer, transformers.get_linear_schedule_with_warmup(optimizer, math.ceil(WARMUP * updates), updates)
+
+
+def train_step(model: Any, batch: Mapping[str, Any], optimizer: Any, schedule: Any) -> Any:
+    """Train on one batch in bf16, as PyTorch's guides show; returns the loss."""
+    import torch
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+    optimizer.step()
+    schedule.step()
+    optimizer.zero_grad()
+    return loss.detach()
 
 
 def last_quarter(losses: Sequence[float]) -> float:

@@ -52,14 +52,7 @@ def main() -> None:
     watch, losses = common.Watch(), []
     for batch in prepared:
         watch.begin()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), common.CLIP_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(common.train_step(model, batch, optimizer, schedule))
         watch.end()
     means = torch.stack(losses) / dist.get_world_size()
     dist.all_reduce(means)

@@ -48,14 +48,7 @@ def train(config: dict[str, Any]) -> None:
     watch, losses, rows = common.Watch(), [], 0
     for batch in batches:
         watch.begin()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), common.CLIP_NORM)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
+        losses.append(common.train_step(model, batch, optimizer, schedule))
         rows += len(batch["labels"])
         watch.end()
     means, total = torch.stack(losses) / dist.get_world_size(), torch.tensor(rows)

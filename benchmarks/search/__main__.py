@@ -20,10 +20,7 @@ from benchmarks.results import Keep, PartResult, Results
 from benchmarks.search import parts
 from benchmarks.search.parts import Work
 
-PARTS: dict[str, Callable[[Work, Keep], PartResult]] = {
-    "gain": parts.gain,
-    "random": parts.against_random,
-}
+PARTS: dict[str, Callable[[Work, Keep], PartResult]] = {"gain": parts.gain, "random": parts.against_random}
 FEWEST_ROWS = 1000
 """Fewer have not one row of each intent in both halves of the validation rows."""
 

@@ -42,9 +42,8 @@ class Trained:
 def rows_of_search(history: History, rows_by_trial: Mapping[int, int]) -> tuple[int, int]:
     """(rows of the search without its end, rows of the end).
 
-    A trial takes part in the search until the last rung that it came to; one that never came to any takes part with
-    all of the rows that its log has `seen`, by its number, unless it was asked for by the end. What is trained beyond
-    is the end.
+    A trial counts as search up to its last rung; a trial without a rung counts with all rows of its log
+    (`rows_by_trial`), unless the end requested it. Rows trained beyond that are the end.
     """
     halving, end = 0, 0
     for trial in history.trials:
@@ -89,7 +88,7 @@ def gain(searches: Sequence[FinishedSearch], defaults: Sequence[float], full_row
 
 
 def best_of(pool: Sequence[Trained]) -> list[float]:
-    """By n from 1: the expected test score of the run with the best validation score among n runs of the pool.
+    """Expected test score of the run with the best validation score among n runs of the pool, by n from 1.
 
     The n runs are drawn without replacement, so the expectation is exact: of R runs in the order of their validation
     scores, run i (from 1, the best first) is the best of n in C(R - i, n - 1) of the C(R, n) draws.
@@ -121,8 +120,8 @@ def interval(values: Sequence[float]) -> tuple[float, float] | None:
 def against_random(
     pool: Sequence[Trained], searches: Sequence[FinishedSearch], defaults: Sequence[float], full_rows: int
 ) -> dict[str, Any]:
-    """The rows of a search, without its end, beside those that random search takes to what the searches came to, less
-    one deviation of the seeds."""
+    """Compare the rows of a search, without its end, with the rows that random search needs for the score of the
+    searches minus one standard deviation of the seeds."""
     curve, winner_score = best_of(pool), statistics.fmean(search.test for search in searches)
     deviation = statistics.stdev(defaults) if len(defaults) > 1 else 0.0
     runs, rows = needed(curve, winner_score - deviation), statistics.fmean(search.rows for search in searches)
@@ -133,7 +132,7 @@ def against_random(
         "searches_reached": winner_score,
         "random_runs_needed": runs,
         "rows_vs_random": None if runs is None else rows / (runs * full_rows),
-        # A pool that is too small has not come there with all of its runs.
+        # A pool that is too small does not reach the score with all of its runs.
         "rows_vs_random_less_than": rows / (len(pool) * full_rows) if runs is None else None,
         "default_interval": bounds,
         "runs_above_the_default": None if bounds is None else sum(run.test > bounds[1] for run in pool),

@@ -11,7 +11,7 @@ from benchmarks.search import commands, figures
 from benchmarks.search.figures import FinishedSearch, Trained
 from rtrain import config as configuration
 from rtrain.core.run_folder import Run
-from tune import points, space
+from tune import space
 from tune.history import read_journal, replay_journal
 
 SEEDS = (0, 1, 2)
@@ -34,11 +34,7 @@ class Work:
     @property
     def values(self) -> dict[str, Any]:
         """Settings of all runs."""
-        return {
-            "train.epochs": self.epochs,
-            "train.keep_checkpoints": 1,
-            "train.log_every": 1,
-        }
+        return {"train.epochs": self.epochs, "train.keep_checkpoints": 1, "train.log_every": 1}
 
     def files(self) -> list[str]:
         """The arguments that name the rows: so many of the training file, the same in each call, and the test file."""
@@ -124,10 +120,7 @@ def gain(work: Work, keep: Any) -> dict[str, Any]:
     for seed in range(work.searches):
         done.append(finished_search(search(work, seed), seed))
         keep({"searches": [vars(search) for search in done]})
-    return {
-        **figures.gain(done, defaults(work), full_rows(work)),
-        "searches": [vars(search) for search in done],
-    }
+    return {**figures.gain(done, defaults(work), full_rows(work)), "searches": [vars(search) for search in done]}
 
 
 # ------------------------------------------------------------------------------------------------------------- random
@@ -137,7 +130,7 @@ def draw_settings(work: Work, number: int) -> dict[str, Any]:
     """The settings of a random point of the space that the searches search."""
     paths = dict(zip(("data.path", "data.test"), work.files()[1::2], strict=True))
     config = configuration.load_config(RECIPE, {**paths, **work.values})
-    return space.trial_overrides(config, points.random_point(space.build_dimensions(config), 0, number))
+    return space.trial_overrides(config, next(space.random_points(space.build_dimensions(config), 0, number)))
 
 
 def against_random(work: Work, keep: Any) -> dict[str, Any]:

@@ -145,7 +145,7 @@ class OpenLoop:
         return self.late / max(1, self.requests)
 
     def percentile(self, share: float, status: int = 200) -> float:
-        """Percentile by rank of the answers that have that status; NaN if there are none."""
+        """Percentile by rank of the answers that have that status; NaN without such answers."""
         ranked = sorted(self.ms.get(status, []))
         return ranked[max(0, math.ceil(share * len(ranked)) - 1)] if ranked else math.nan
 
@@ -230,8 +230,8 @@ async def _run_open_loop(url: str, texts: Sequence[str], rate: float, seconds: f
 def run_open_loop(
     url: str, texts: Sequence[str], rate: float, seconds: float, seed: int = 0, void: bool = True
 ) -> OpenLoop:
-    """An open loop of `rate` requests a second. Raises `Void` where more than 1 % began late, unless told not to: an
-    overloaded machine starves its own client as well."""
+    """An open loop of `rate` requests a second. Raises `ClientTooLate` if more than 1 % began late, unless `void` is
+    False: an overloaded machine starves its own client as well."""
     loop = asyncio.run(_run_open_loop(url, texts, rate, seconds, seed))
     if void and loop.share_late() > MAX_LATE_SHARE:
         raise ClientTooLate(f"{100 * loop.share_late():.1f} % of the requests began late")
@@ -239,19 +239,19 @@ def run_open_loop(
 
 
 def main() -> None:
-    """In a process of its own, so that it can be pinned: the arguments of `opened` as JSON on stdin, and its find."""
+    """Run `run_open_loop` in a process that can be pinned: arguments as JSON on stdin, the result on stdout."""
     arguments = json.load(sys.stdin)
     loop = run_open_loop(**arguments)
     print(json.dumps({"ms": loop.ms, "late": loop.late, "retried": loop.retried, "again": loop.retry_statuses}))
 
 
 def run_open_loop_on_core(core: int | None, **arguments: Any) -> OpenLoop:
-    """`opened` in a process of its own, on one core."""
+    """Run `run_open_loop` in its own process on one core."""
     command = [*pin_command(core), sys.executable, "-m", "benchmarks.serve.load"]
     done = subprocess.run(command, input=json.dumps(arguments), capture_output=True, text=True, check=False)
     if done.returncode:
         last = done.stderr.strip().splitlines()[-1:]
-        if last and "Void" in last[0]:
+        if last and ClientTooLate.__name__ in last[0]:
             raise ClientTooLate(last[0].partition(": ")[2])
         raise SystemExit(done.stderr)
     read = json.loads(done.stdout)

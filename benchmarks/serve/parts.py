@@ -77,12 +77,7 @@ def ratios(side_rounds: dict[str, list[dict[str, float]]]) -> dict[str, Any]:
         rounds = [{name: rows[turn] for name, rows in side_rounds.items()} for turn in range(len(side_rounds["raw"]))]
         return statistics.median(map(figure, rounds))
 
-    over = {
-        "rps_vs_raw": "raw",
-        "vs_hf_pipeline": "pipeline",
-        "vs_stock_serve": "stock",
-        "vs_uvicorn": "uvicorn",
-    }
+    over = {"rps_vs_raw": "raw", "vs_hf_pipeline": "pipeline", "vs_stock_serve": "stock", "vs_uvicorn": "uvicorn"}
     return {
         "overhead_ms_p50": median(lambda row: row["rtrain"]["p50_ms"] - row["raw"]["p50_ms"]),
         "standalone_overhead_ms_p50": median(lambda row: row["standalone"]["p50_ms"] - row["raw"]["p50_ms"]),

@@ -24,8 +24,8 @@ def engine(artifact: Path) -> Callable[[str], Any]:
 
 
 def pipeline(artifact: Path) -> Callable[[str], Any]:
-    """The artifact's encoder with a classifier of the same size. Its weights are chance: only its time counts, and an
-    artifact of mean pooling is one that Transformers must refuse to answer with."""
+    """The artifact's encoder with a classifier of the same size. Its weights are random, since only its time counts:
+    Transformers refuses artifacts of mean pooling."""
     import torch
     import transformers
 

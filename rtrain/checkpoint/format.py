@@ -11,11 +11,10 @@ import json
 import shutil
 import uuid
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rtrain.checkpoint.loss_scale import LossScale
 from rtrain.core import atomic_write, manifest
 from rtrain.core.errors import UserError
 from rtrain.parallel import dtensor_utils
@@ -28,8 +27,6 @@ CHECKPOINT_FILES = ("model.safetensors", "optim.safetensors", "state.json")
 QUARANTINE_FOLDER, REASON_FILE = "quarantine", "REASON.txt"
 STATELESS_KEY = "stateless"
 """Metadata key of the optimizer file: parameters without optimizer state, since they never had a gradient."""
-
-
 STEP_STATE = "step"
 """The kind of optimizer state that is a scalar, whatever the parameter's shape."""
 
@@ -66,6 +63,49 @@ class WrongRunError(UserError):
 
     def __reduce__(self) -> tuple[type["WrongRunError"], tuple[object]]:
         return type(self), (self.location,)  # for pickling, from a Ray worker
+
+
+INITIAL_SCALE, MIN_SCALE, MAX_SCALE = 2.0**16, 2.0**-10, 2.0**24
+GROWTH_INTERVAL = 2000
+"""Finite gradients in a row after which the scale is doubled."""
+MAX_CONSECUTIVE_OVERFLOWS = 20
+"""Non-finite gradients in a row after which the cause is not the scale."""
+
+
+@dataclass(frozen=True)
+class LossScale:
+    """Dynamic loss scale of the next step; a function of the steps before it, equal on every worker. It keeps small
+    gradients of fp16 from vanishing (Micikevicius et al. 2018, arXiv:1710.03740).
+
+    The loss is multiplied by the scale and the gradient divided by it. A non-finite gradient is discarded and the scale
+    is halved; after many finite gradients in a row the scale is doubled. Scales are powers of two, so scaling rounds
+    nothing. torch.amp.GradScaler has the same rules (a test compares the two). It is not used, since it checks the
+    gradients of one worker's parameters and keeps its state in tensors: here the norm of the full gradient decides.
+    """
+
+    value: float = INITIAL_SCALE
+    finite_steps: int = 0
+    """Finite gradients in a row since the scale last changed."""
+    overflow_steps: int = 0
+    """Non-finite gradients in a row."""
+
+    def next_scale(self, *, is_finite: bool) -> "LossScale":
+        """Return the scale after a gradient that was finite or not."""
+        if not is_finite:
+            return LossScale(self.value / 2, 0, self.overflow_steps + 1)
+        if self.finite_steps + 1 < GROWTH_INTERVAL:
+            return replace(self, finite_steps=self.finite_steps + 1, overflow_steps=0)
+        return LossScale(min(2 * self.value, MAX_SCALE))
+
+    @property
+    def is_exhausted(self) -> bool:
+        """Whether a smaller scale would not help."""
+        return self.overflow_steps >= MAX_CONSECUTIVE_OVERFLOWS or self.value < MIN_SCALE
+
+
+def initial_scale(precision: str) -> LossScale | None:
+    """Return the first scale of a run in this precision; None where the loss is not scaled."""
+    return LossScale() if precision == "fp16" else None
 
 
 @dataclass(frozen=True)
@@ -146,13 +186,6 @@ def _copy_to_cpu(
     return copies
 
 
-def save_checkpoint(
-    folder: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer", state: CheckpointState
-) -> Path:
-    """Write a checkpoint under `folder`; return when it is on disk."""
-    return write_checkpoint(folder, Snapshot.capture(model, optimizer, state))
-
-
 def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     """Write a checkpoint under `folder`; a crash at any moment leaves all of it, or a draft for `remove_drafts`."""
     state = snapshot.state
@@ -166,9 +199,8 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
     draft.mkdir()
     try:
         _save_tensors(draft / "model.safetensors", snapshot.model)
-        _save_tensors(
-            draft / "optim.safetensors", snapshot.optimizer, {STATELESS_KEY: json.dumps(list(snapshot.stateless_names))}
-        )
+        metadata = {STATELESS_KEY: json.dumps(list(snapshot.stateless_names))}
+        _save_tensors(draft / "optim.safetensors", snapshot.optimizer, metadata)
         (draft / "state.json").write_text(json.dumps(asdict(state)))
         manifest.write_manifest(draft)
         delete_checkpoint(final_path)  # only an incomplete one: see above
@@ -239,9 +271,9 @@ def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.o
                 continue
             if parameter_state := {kind: file.get_tensor(f"{name}:{kind}") for kind in state_kinds.get(name, ())}:
                 optimizer.state[parameter] = {
-                    kind: dtensor_utils.distribute_like(value, parameter)
-                    if kind != STEP_STATE
-                    else value.to(parameter.device)
+                    kind: value.to(parameter.device)
+                    if kind == STEP_STATE
+                    else dtensor_utils.distribute_like(value, parameter)
                     for kind, value in parameter_state.items()
                 }
             elif name not in stateless_names:

@@ -1,13 +1,14 @@
 """The remote copy of a run, at any URL that fsspec supports. It restores a run whose folder is lost.
 
 <cluster.storage>/<run>/
-    owner                       token of the attempt that may write here: an earlier attempt that still runs is refused
-    config.yaml decisions.json  as of the newest checkpoint here events.jsonl                the log as of this
-    attempt's first copy events/000000012345         the log's later bytes, from this offset
-    checkpoints/step-00000120/...              a checkpoint's files, and its MANIFEST.json last artifact/...
-    predictions-*.parquet           of a finished run rungs/step-00000040.safetensors            of a trial: its
-    predictions at the rungs of its search trials.jsonl trials/...                      of a search: its journal, copied
-    like a log; its trials lie below as runs
+    owner                   token of the attempt that may write here; an earlier attempt that still runs is refused
+    config.yaml decisions.json  as of the newest checkpoint here
+    events.jsonl            the log as of this attempt's first copy
+    events/000000012345     the log's later bytes, from this offset
+    checkpoints/step-00000120/...  a checkpoint's files, and its MANIFEST.json last
+    artifact/... predictions-*.parquet  of a finished run
+    rungs/step-00000040.safetensors  of a trial: its predictions at the rungs of its search
+    trials.jsonl trials/...  of a search: its journal, copied like a log; its trials lie below as runs
 
 Object stores have no rename, so a checkpoint is complete once it has its manifest: an interrupted upload has none yet,
 and a deletion removes it first. A downloaded checkpoint is verified like any other.
@@ -73,22 +74,13 @@ class RemoteCopy:
         or rows. It would be overwritten."""
 
         def read_created_event(filesystem: Any, root: str) -> Mapping[str, Any]:
-            owner = (
-                filesystem.cat_file(f"{root}/{OWNER_FILE}").decode()
-                if filesystem.exists(f"{root}/{OWNER_FILE}")
-                else None
-            )
             log = f"{root}/{events.FILE_NAME}"
-            return (
-                {}
-                if owner in self.owner_tokens or not filesystem.exists(log)
-                else _find_created_event(filesystem.cat_file(log))
-            )
+            if _read_owner(filesystem, root) in self.owner_tokens or not filesystem.exists(log):
+                return {}
+            return _find_created_event(filesystem.cat_file(log))
 
-        local_event, remote_event = (
-            _find_created_event((run_folder / events.FILE_NAME).read_bytes()),
-            self._call_storage(read_created_event),
-        )
+        local_event = _find_created_event((run_folder / events.FILE_NAME).read_bytes())
+        remote_event = self._call_storage(read_created_event)
         if any(local_event.get(name) != remote_event[name] for name in IDENTITY_FIELDS if name in remote_event):
             raise UserError(
                 f"cluster.storage: {redact(self.url)} holds another run, with other settings or rows, which would be "
@@ -170,8 +162,10 @@ class RemoteCopy:
             self._upload_files(filesystem, root, run_folder)
             # Only now: the older checkpoints are needed until the newer ones are complete. Incomplete ones are left
             # from an earlier upload: only this attempt may write here.
-            for name in _list_checkpoint_names(filesystem, f"{root}/checkpoints") - {path.name for path in checkpoints}:
-                _remove_checkpoint(filesystem, f"{root}/checkpoints/{name}")
+            names = {path.split("/")[-2] for path in filesystem.find(f"{root}/checkpoints")}
+            for name in names - {path.name for path in checkpoints}:
+                _remove_manifest(filesystem, f"{root}/checkpoints/{name}")
+                _remove_folder(filesystem, f"{root}/checkpoints/{name}")
 
         self._call_storage(upload)
 
@@ -199,10 +193,9 @@ class RemoteCopy:
             draft = final_path.with_name(f".{final_path.name}.{uuid.uuid4().hex[:8]}")
             draft.mkdir(parents=True)
             try:
+                callback = _make_progress_callback(on_progress)
                 for path in filesystem.ls(f"{root}/checkpoints/{final_path.name}", detail=False):
-                    filesystem.get_file(
-                        path, str(draft / path.rsplit("/", 1)[-1]), callback=_make_progress_callback(on_progress)
-                    )
+                    filesystem.get_file(path, str(draft / path.rsplit("/", 1)[-1]), callback=callback)
                     on_progress()
                 # A local one without its manifest, from a truncated copy of the run folder.
                 checkpoint_format.delete_checkpoint(final_path)
@@ -226,9 +219,7 @@ class RemoteCopy:
 
     def _check_owner(self, filesystem: Any, root: str, run_folder: Path) -> None:
         """Raise `RunTakenOverError` where another attempt owns the run; repeat a claim that failed."""
-        owner = (
-            filesystem.cat_file(f"{root}/{OWNER_FILE}").decode() if filesystem.exists(f"{root}/{OWNER_FILE}") else None
-        )
+        owner = _read_owner(filesystem, root)
         if owner is None or owner in self.owner_tokens[:-1]:
             self._write_owner(filesystem, root)
         elif owner != self.owner_tokens[-1]:
@@ -305,6 +296,11 @@ def _open_draft(final_path: Path) -> Iterator[Path]:
         draft.release()
 
 
+def _read_owner(filesystem: Any, root: str) -> str | None:
+    path = f"{root}/{OWNER_FILE}"
+    return filesystem.cat_file(path).decode() if filesystem.exists(path) else None
+
+
 def _log_parts_folder(log: str) -> str:
     """Return the folder of the later parts of a log."""
     return log.removesuffix(".jsonl")
@@ -337,11 +333,6 @@ def _relative_path(remote_path: str, root: str) -> PurePosixPath:
     return PurePosixPath(*parts)
 
 
-def _list_checkpoint_names(filesystem: Any, folder: str) -> set[str]:
-    """Return the names of all checkpoints in `folder`, incomplete ones included."""
-    return {path.split("/")[-2] for path in filesystem.find(folder)}
-
-
 def _list_complete_names(filesystem: Any, folder: str) -> set[str]:
     return {path.split("/")[-2] for path in filesystem.find(folder) if path.endswith(f"/{manifest.FILE_NAME}")}
 
@@ -356,8 +347,7 @@ def _make_progress_callback(on_progress: Callable[[], None]) -> Any:
 def _upload_folder(filesystem: Any, folder: Path, target: str, on_progress: Callable[[], None] = lambda: None) -> None:
     """Upload a folder's files, the manifest last; an older manifest is removed first, since it describes other
     files."""
-    if filesystem.exists(f"{target}/{manifest.FILE_NAME}"):
-        filesystem.rm_file(f"{target}/{manifest.FILE_NAME}")
+    _remove_manifest(filesystem, target)
     filesystem.makedirs(target, exist_ok=True)
     for path in sorted(folder.rglob("*"), key=lambda path: path == folder / manifest.FILE_NAME):
         remote_path = f"{target}/{path.relative_to(folder).as_posix()}"
@@ -368,10 +358,9 @@ def _upload_folder(filesystem: Any, folder: Path, target: str, on_progress: Call
             on_progress()
 
 
-def _remove_checkpoint(filesystem: Any, target: str) -> None:
-    if filesystem.exists(f"{target}/{manifest.FILE_NAME}"):
-        filesystem.rm_file(f"{target}/{manifest.FILE_NAME}")
-    _remove_folder(filesystem, target)
+def _remove_manifest(filesystem: Any, folder: str) -> None:
+    if filesystem.exists(f"{folder}/{manifest.FILE_NAME}"):
+        filesystem.rm_file(f"{folder}/{manifest.FILE_NAME}")
 
 
 def _remove_folder(filesystem: Any, folder: str) -> None:

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 FileStamps = tuple[tuple[str, int, int, int], ...]
 """Name, inode, size and modification time of every file of a checkpoint; with equal stamps it is not read again."""
-
-
 POLL_INTERVAL_S = 1.0
 """Seconds between two checks of the thread's progress."""
 MAX_FETCH_ATTEMPTS = 2
@@ -46,19 +44,11 @@ class CheckpointSaver:
         log_event: Callable[..., None] = lambda kind, **fields: None,
         watchdog: Watchdog | None = None,
     ):
-        """Create a saver.
-
-        Args:
-            remote_copy: Where checkpoints are copied. A failed copy is logged by `log_event` and repeated by the next
-                save; the training continues with its local checkpoints.
-            watchdog: Receives heartbeats while a thread is waited for.
-        """
-        self.folder, self._keep_checkpoints, self._remote_copy, self._log_event = (
-            folder,
-            keep_checkpoints,
-            remote_copy,
-            log_event,
-        )
+        """`remote_copy`: where checkpoints are copied. A failed copy is logged by `log_event` and repeated by the next
+        save; the training continues with its local checkpoints. `watchdog` receives heartbeats while a thread is waited
+        for."""
+        self.folder, self._keep_checkpoints = folder, keep_checkpoints
+        self._remote_copy, self._log_event = remote_copy, log_event
         self._watchdog = watchdog or Watchdog()
         self._progress_count = 0
         """Parts copied to the remote copy; they are heartbeats only while `flush` waits."""
@@ -77,9 +67,7 @@ class CheckpointSaver:
         """Take a snapshot; it is on disk after `flush`. Called on every worker, since `gather` collects tensors from
         all; rank 0 writes."""
         self.flush()
-        self._snapshot = checkpoint_format.Snapshot.capture(
-            model, optimizer, state, buffers=self._snapshot, gather=gather
-        )
+        self._snapshot = checkpoint_format.Snapshot.capture(model, optimizer, state, self._snapshot, gather)
         if collectives.is_rank_zero():
             self._thread = threading.Thread(target=self._write_snapshot, args=(self._snapshot,), name="checkpoint")
             self._thread.start()
@@ -108,13 +96,9 @@ class CheckpointSaver:
         for step in reversed(self._remote_steps()):
             if (selected_step is None or step > selected_step) and self._fetch_checkpoint(step, run_id):
                 selected_step = step
-        if selected_step is not None:
-            best_step = self._best_step(selected_step)
-            if (
-                best_step is not None
-                and best_step in self._remote_steps()
-                and best_step not in checkpoint_format.list_steps(self.folder)
-            ):
+        if selected_step is not None and (best_step := self._best_step(selected_step)) is not None:
+            is_local = best_step in checkpoint_format.list_steps(self.folder)
+            if not is_local and best_step in self._remote_steps():
                 self._fetch_checkpoint(best_step, run_id)
         return selected_step
 
@@ -155,9 +139,6 @@ class CheckpointSaver:
                     last_count = self._progress_count
                     self._watchdog.heartbeat()
 
-    def _count_progress(self) -> None:
-        self._progress_count += 1
-
     def __enter__(self) -> "CheckpointSaver":
         return self
 
@@ -180,22 +161,22 @@ class CheckpointSaver:
             for step in set(checkpoint_format.list_steps(self.folder)) - kept_steps:
                 checkpoint_format.delete_checkpoint(checkpoint_format.checkpoint_path(self.folder, step))
         except OSError as error:
-            self._error = CheckpointWriteError(
-                f"saving {checkpoint_format.checkpoint_path(self.folder, state.step)} failed: {error}. Free some space "
-                "there, or make the folder writable, and continue with --resume; older checkpoints are intact."
-            )
+            path = checkpoint_format.checkpoint_path(self.folder, state.step)
+            fix = "Free some space there, or make the folder writable, and continue with --resume"
+            self._error = CheckpointWriteError(f"saving {path} failed: {error}. {fix}; older checkpoints are intact.")
         except Exception as error:
             self._error = error
 
     def _push_to_remote(self, kept_steps: set[int]) -> None:
         if self._remote_copy is None:
             return
+
+        def count_progress() -> None:
+            self._progress_count += 1
+
+        checkpoints = [checkpoint_format.checkpoint_path(self.folder, step) for step in sorted(kept_steps)]
         try:
-            self._remote_copy.push(
-                self.folder.parent,
-                [checkpoint_format.checkpoint_path(self.folder, step) for step in sorted(kept_steps)],
-                self._count_progress,
-            )
+            self._remote_copy.push(self.folder.parent, checkpoints, count_progress)
         except StorageUnreachableError as error:
             self._log_event("remote_copy_incomplete", error=str(error))
 

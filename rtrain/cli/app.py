@@ -10,12 +10,12 @@ import typer
 from typer.core import TyperGroup
 
 from rtrain import __version__
-from rtrain.cli import cluster, compress, gate, plan, profile, runs, serve, train, verify
-from rtrain.cli.output import print_result
+from rtrain.cli import cluster, compress, plan, predict, runs, serve, train
+from rtrain.cli.options import print_result
 from rtrain.cluster import connection as sessions
 from rtrain.core import env, signals
 from rtrain.core.errors import UserError
-from rtrain.report.live.phase_timer import PhaseTimer
+from rtrain.report import PhaseTimer
 
 
 class VerbGroup(TyperGroup):
@@ -47,12 +47,12 @@ keys_app.command("list")(serve.list_keys)
 keys_app.command("revoke")(serve.revoke_key)
 for _verb in (
     *(train.train, train.tune),
-    *(verify.verify, verify.drill),
-    *(profile.profile, plan.plan),
-    *(train.report, gate.compare),
+    *(train.verify, train.drill),
+    *(plan.profile, plan.plan),
+    *(train.report, compress.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
-    *(gate.gate, gate.inspect),
-    *(serve.predict, serve.explain, serve.serve),
+    *(compress.gate, compress.inspect),
+    *(predict.predict, predict.explain, serve.serve),
     *(runs.runs, runs.clean, runs.export),
     train.demo,
 ):
@@ -63,15 +63,18 @@ app.command(name="serve status")(serve.status)
 FAILED, USAGE_ERROR = 1, 2
 MINIMAL_EXTRAS: Mapping[str, tuple[str, frozenset[str]]] = {
     "predict": ("rows", frozenset({"pyarrow"})),
-    "serve": ("serve", frozenset({"fastapi", "limits", "prometheus_client", "psutil", "pyarrow", "ray", "scipy"})),
-    "serve --standalone": ("standalone", frozenset({"fastapi", "httptools", "limits", "prometheus_client", "uvicorn"})),
+    "serve": ("serve", frozenset({"limits", "prometheus_client", "psutil", "pyarrow", "ray", "scipy", "starlette"})),
+    "serve --standalone": (
+        "standalone",
+        frozenset({"httptools", "limits", "prometheus_client", "starlette", "uvicorn"}),
+    ),
 }
 """Verb -> an extra that is sufficient if one of these modules is missing."""
 STANDALONE_OPTION = "--standalone"
 FULL_EXTRA = "train"
 EXTRA_MODULES = frozenset(
     {
-        *("datasets", "fastapi", "httptools", "httpx", "huggingface_hub", "jinja2", "limits", "markupsafe", "nncf"),
+        *("datasets", "httptools", "httpx", "huggingface_hub", "jinja2", "limits", "markupsafe", "nncf"),
         *("prometheus_client", "psutil", "pyarrow", "ray", "rouge_score", "sacrebleu", "safetensors", "scipy"),
         *("sklearn", "aiohttp", "pandas", "requests", "starlette", "torch", "transformers", "uvicorn"),
     }
@@ -160,8 +163,7 @@ def _print_help(context: typer.Context) -> None:
 
 @app.callback(invoke_without_command=True)
 def _version(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     """From a file of text to an HTTP answer: train, search, shrink and serve text encoders on Ray."""
     if version:

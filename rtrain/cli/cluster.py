@@ -6,6 +6,7 @@ import os
 import sys
 import time
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass, fields
 from fnmatch import fnmatch
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,8 +14,7 @@ from urllib.parse import urlsplit
 
 import typer
 
-from rtrain.cli.options import JsonOption, SetOption
-from rtrain.cli.output import print_result
+from rtrain.cli.options import JsonOption, SetOption, expand_options, option_error, print_result
 from rtrain.core.errors import CommandInterruptedError, ConfigError, Problem, UserError
 from rtrain.core.run_folder import quote_path
 
@@ -43,8 +43,7 @@ def lint(
 ) -> None:
     """Report problems in a cluster file, or in manifests for KubeRay, each with its line and a fix. No cloud is
     contacted. The exit code is 1 if there is an error."""
-    from rtrain.cluster.checks import check_file as linting
-    from rtrain.cluster.checks.findings import LintContext
+    from rtrain.cluster.checks import LintContext, check_file as linting
 
     text = linting.read_file(file)
     lint_context = LintContext(file.absolute().parent, verbs=_list_verbs(context))
@@ -77,8 +76,8 @@ def init(
     as_json: JsonOption = False,
 ) -> None:
     """Write a commented file of a cluster: autoscaled, on spot nodes, closed to the internet."""
+    from rtrain.cluster import render
     from rtrain.cluster.checks import check_file as linting
-    from rtrain.cluster.templates import render
 
     text = render.render_cluster_file(cloud, gpu, instance, out.name if out and str(out) != "-" else None)
     file = out or Path(render.CLOUD_TEMPLATES[cloud].file)
@@ -86,12 +85,8 @@ def init(
         print(text, end="")
         return
     if file.exists():
-        raise ConfigError(
-            [
-                Problem(
-                    "--out", str(file), "is there already", "name another file, or - to see it", code="already_exists"
-                )
-            ]
+        raise option_error(
+            "--out", str(file), "is there already", "name another file, or - to see it", "already_exists"
         )
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text, encoding="utf-8")
@@ -108,63 +103,55 @@ def _list_verbs(context: typer.Context) -> frozenset[str]:
     return frozenset(getattr(context.find_root().command, "commands", ()))
 
 
-def kubernetes(
-    context: typer.Context,
+@dataclass(frozen=True)
+class KubernetesOptions:
     verb: Annotated[
         list[str] | None, typer.Argument(help="Command of the job: train intent --data ... --out /shared/...")
-    ] = None,
-    image: Annotated[str | None, typer.Option("--image", help="Image of the pods, by its digest.")] = None,
-    name: Annotated[str, typer.Option("--name", help="Name of the cluster.")] = "rtrain",
-    workers: Annotated[int, typer.Option("--workers", help="Most pods of workers.", min=1)] = 4,
-    cpus: Annotated[int, typer.Option("--cpus", help="Processors of a worker's pod.", min=1)] = 8,
-    memory: Annotated[str, typer.Option("--memory", help="Memory of a worker's pod.")] = "16Gi",
-    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of a worker's pod.", min=0)] = 0,
-    storage_class: Annotated[
-        str | None, typer.Option("--storage-class", help="Storage class with ReadWriteMany.")
-    ] = None,
-    bucket: Annotated[str | None, typer.Option("--bucket", help="gs://NAME in place of a claim, on GKE.")] = None,
+    ] = None
+    image: Annotated[str | None, typer.Option("--image", help="Image of the pods, by its digest.")] = None
+    name: Annotated[str, typer.Option("--name", help="Name of the cluster.")] = "rtrain"
+    workers: Annotated[int, typer.Option("--workers", help="Most pods of workers.", min=1)] = 4
+    cpus: Annotated[int, typer.Option("--cpus", help="Processors of a worker's pod.", min=1)] = 8
+    memory: Annotated[str, typer.Option("--memory", help="Memory of a worker's pod.")] = "16Gi"
+    gpus: Annotated[int, typer.Option("--gpus", help="GPUs of a worker's pod.", min=0)] = 0
+    storage_class: Annotated[str | None, typer.Option("--storage-class", help="Storage class with ReadWriteMany.")] = (
+        None
+    )
+    bucket: Annotated[str | None, typer.Option("--bucket", help="gs://NAME in place of a claim, on GKE.")] = None
     data_workers: Annotated[
         int, typer.Option("--data-workers", help="Most pods of a second group, for data tasks.", min=0)
-    ] = 0,
-    artifact: Annotated[str | None, typer.Option("--artifact", help="Artifact of the service.")] = None,
-    kind: Annotated[list[str] | None, typer.Option("--kind", help="Only manifests of this kind. Repeatable.")] = None,
-    dockerfile: Annotated[bool, typer.Option("--dockerfile", help="Print the image's Dockerfile instead.")] = False,
-) -> None:
+    ] = 0
+    artifact: Annotated[str | None, typer.Option("--artifact", help="Artifact of the service.")] = None
+    kind: Annotated[list[str] | None, typer.Option("--kind", help="Only manifests of this kind. Repeatable.")] = None
+    dockerfile: Annotated[bool, typer.Option("--dockerfile", help="Print the image's Dockerfile instead.")] = False
+
+
+@expand_options
+def kubernetes(context: typer.Context, options: KubernetesOptions) -> None:
     """Print manifests for KubeRay: a cluster, a job that resumes when it is retried, a service, and their shared
     volume. After --: the job's command."""
-    from rtrain.cluster.checks import check_file as linting
-    from rtrain.cluster.checks.findings import LintContext
-    from rtrain.cluster.kubernetes import manifests, rules
+    from rtrain.cluster import kubernetes_manifests
+    from rtrain.cluster.checks import LintContext, check_file as linting, kubernetes_rules
 
-    if dockerfile:
-        print(manifests.render_dockerfile(gpus > 0), end="")
+    if options.dockerfile:
+        print(kubernetes_manifests.render_dockerfile(options.gpus > 0), end="")
         return
-    _refuse_missing_files(verb or (), ())
-    optional_settings = {
-        "image": image,
-        "storage_class": storage_class,
-        "artifact": artifact,
-        "verb": tuple(verb or ()) or None,
+    _refuse_missing_files(options.verb or (), ())
+    values: dict[str, Any] = {
+        **{field.name: getattr(options, field.name, None) for field in fields(kubernetes_manifests.ManifestOptions)},
+        "bucket": None if options.bucket is None else kubernetes_manifests.parse_bucket_name(options.bucket),
+        "verb": tuple(options.verb or ()) or None,
     }
-    optional_settings["bucket"] = None if bucket is None else manifests.parse_bucket_name(bucket)
-    present_settings = {key: value for key, value in optional_settings.items() if value is not None}
-    sizes = {"workers": workers, "cpus": cpus, "memory": memory, "gpus": gpus, "data_workers": data_workers}
-    settings = manifests.ManifestOptions(name=name, **sizes, **present_settings)  # type: ignore[arg-type]
-    manifests.check_options(settings)
-    kinds = [part.manifest["kind"] for part in manifests.build_manifests(settings)]
-    if unknown_kinds := [name for name in kind or () if name not in kinds]:
-        raise ConfigError(
-            [
-                Problem(
-                    "--kind",
-                    unknown_kinds[0],
-                    "is not among the manifests",
-                    f"write one of {', '.join(kinds)}",
-                    code="unknown_name",
-                )
-            ]
+    settings = kubernetes_manifests.ManifestOptions(
+        **{name: value for name, value in values.items() if value is not None}
+    )
+    kubernetes_manifests.check_options(settings)
+    kinds = [part.manifest["kind"] for part in kubernetes_manifests.build_manifests(settings)]
+    if unknown_kinds := [kind for kind in options.kind or () if kind not in kinds]:
+        raise option_error(
+            "--kind", unknown_kinds[0], "is not among the manifests", f"write one of {', '.join(kinds)}", "unknown_name"
         )
-    text = manifests.render_manifests(settings)
+    text = kubernetes_manifests.render_manifests(settings)
     # Problems of generated manifests come from the options.
     errors = [
         finding
@@ -172,7 +159,7 @@ def kubernetes(
         if finding.level == "error"
     ]
     # Not the Ray of this machine: they may be applied from any other, by people who submit from a third.
-    option_errors = [error for error in errors if error.rule != rules.VERSION_RULE]
+    option_errors = [error for error in errors if error.rule != kubernetes_rules.VERSION_RULE]
     if problems := {
         Problem(option_error.rule, None, option_error.message, option_error.fix, code="refused_by_rule")
         for option_error in option_errors
@@ -180,50 +167,55 @@ def kubernetes(
         raise ConfigError(sorted(problems, key=str))
     for line in sorted({f"rtrain: {error.message}; {error.fix}" for error in errors}):
         print(line, file=sys.stderr)
-    print(manifests.render_manifests(settings, kind or ()), end="")
+    print(kubernetes_manifests.render_manifests(settings, options.kind or ()), end="")
 
 
-def rehearse(
+@dataclass(frozen=True)
+class RehearseOptions:
     words: Annotated[
         list[str] | None, typer.Argument(help="Behind --: train and its options, with data of this machine.")
-    ] = None,
-    file: Annotated[Path, typer.Option("--file", help="The cluster's file.")] = Path("cluster.yaml"),
-    out: Annotated[str | None, typer.Option("--out", help="New folder for its runs and logs.")] = None,
-    folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path("."),
-    max_upload_mb: Annotated[float, typer.Option("--max-mb", help="Most megabytes to take along.")] = 5.0,
+    ] = None
+    file: Annotated[Path, typer.Option("--file", help="The cluster's file.")] = Path("cluster.yaml")
+    out: Annotated[str | None, typer.Option("--out", help="New folder for its runs and logs.")] = None
+    folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path(".")
+    max_upload_mb: Annotated[float, typer.Option("--max-mb", help="Most megabytes to take along.")] = 5.0
     extra_checks: Annotated[
         list[str] | None, typer.Option("--extra", help="resize: also a run that shrinks and grows, in float64.")
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
+    ] = None
+    as_json: JsonOption = False
+
+
+@expand_options
+def rehearse(options: RehearseOptions) -> None:
     """Rehearse a cluster file on this machine: its nodes, its autoscaler and a real job, with a spot notice and the
     loss of a node. The exit code is 0 if the run has the same weights and rows as an undisturbed run, and no process
     remains."""
     from rtrain.cluster.checks import check_file as linting
-    from rtrain.cluster.jobs import upload
+    from rtrain.cluster.jobs import client
     from rtrain.rehearsal import rehearse as rehearsing
-    from rtrain.report.live.progress import print_message
+    from rtrain.report.progress import print_message
     from rtrain.runs import run_folders
 
-    text = linting.read_file(file)
-    out_folder = run_folders.default_run_folder("rehearsal", out)
+    text = linting.read_file(options.file)
+    out_folder = run_folders.default_run_folder("rehearsal", options.out)
     if out_folder.is_dir() and any(out_folder.iterdir()):
-        raise ConfigError(
-            [Problem("--out", quote_path(out_folder), "is not empty", "name a new folder", code="already_exists")]
-        )
-    plan, resolved_words = rehearsing.check_request(words or (), text, extra_checks or ())
-    files = upload.collect_upload(folder.absolute(), _to_bytes(max_upload_mb))
-    certificate = rehearsing.Rehearsal(plan, resolved_words, out_folder, print_message, extra_checks or ()).run(files)
+        raise option_error("--out", quote_path(out_folder), "is not empty", "name a new folder", "already_exists")
+    extra_checks = options.extra_checks or ()
+    plan, resolved_words = rehearsing.check_request(options.words or (), text, extra_checks)
+    files = client.collect_upload(options.folder.absolute(), _to_bytes(options.max_upload_mb))
+    certificate = rehearsing.Rehearsal(plan, resolved_words, out_folder, print_message, extra_checks).run(files)
     document = certificate.to_document()
     (out_folder / "certificate.json").write_text(json.dumps(document, indent=2), encoding="utf-8")
-    print_result(document, as_json, certificate.format(), f"kept: {quote_path(out_folder / 'certificate.json')}")
+    print_result(
+        document, options.as_json, certificate.format(), f"kept: {quote_path(out_folder / 'certificate.json')}"
+    )
     if not certificate.has_passed:
         raise typer.Exit(EXIT_PROBLEMS_FOUND)
 
 
 def _to_bytes(megabytes: float) -> int:
     if not 0 <= megabytes < math.inf:
-        raise ConfigError([Problem("--max-mb", megabytes, "is no size", "write megabytes, as 20", code="out_of_range")])
+        raise option_error("--max-mb", megabytes, "is no size", "write megabytes, as 20", "out_of_range")
     return int(megabytes * 1e6)
 
 
@@ -237,15 +229,15 @@ def submit(
 ) -> None:
     """Run a verb on a cluster, as a job with the tracked files of this checkout. Submitted again, it resumes the run,
     or shows the running job."""
-    from rtrain.cluster.jobs import client, job_names, upload
-    from rtrain.report.live.progress import print_message
+    from rtrain.cluster.jobs import client, job_names
+    from rtrain.report.progress import print_message
 
     commands = getattr(context.find_root().command, "commands", {})
     if not words or words[0] not in commands or words[0] == "cluster":
         reason, fix = "is no verb that a job can run", "write e.g. -- train intent --data ..."
-        raise ConfigError([Problem("verb", words[0] if words else None, reason, fix, code="unknown_name")])
+        raise option_error("verb", words[0] if words else None, reason, fix, "unknown_name")
     run = job_names.resolve_run_folder(words)
-    files = upload.collect_upload(folder.absolute(), _to_bytes(max_upload_mb))
+    files = client.collect_upload(folder.absolute(), _to_bytes(max_upload_mb))
     _refuse_missing_files(words, [path for path, _ in files.files], ", or let git track it")
     jobs = client.JobClient(address)
     job, name = jobs.submit(words, files, print_message), run or job_names.job_id(words, run).removeprefix("rtrain-")
@@ -260,7 +252,7 @@ def _refuse_missing_files(words: Sequence[str], files: Collection[str], extra_fi
     """Raise `ConfigError` for relative paths of rows and models that are not among the `files` of a job, the only files
     in its folder. `extra_fix`: another fix."""
     from rtrain.cluster.jobs import job_names
-    from rtrain.data.sources.find import is_hub_name
+    from rtrain.data.sources import is_hub_name
 
     paths_by_option = {name: job_names.option_value(words, name) for name in ("--data", "--valid", "--test", "--model")}
     settings = dict(text.partition("=")[::2] for text in job_names.assignments(words))
@@ -280,33 +272,38 @@ def _refuse_missing_files(words: Sequence[str], files: Collection[str], extra_fi
         raise ConfigError(problems)
 
 
-def serve(
-    artifact: Annotated[str, typer.Argument(help="Folder on the nodes, of an artifact or its run; or a URL.")],
-    replicas: Annotated[int | None, typer.Option("--replicas", help="Replicas (default 1).", min=1)] = None,
+@dataclass(frozen=True)
+class ClusterServeOptions:
+    artifact: Annotated[str, typer.Argument(help="Folder on the nodes, of an artifact or its run; or a URL.")]
+    replicas: Annotated[int | None, typer.Option("--replicas", help="Replicas (default 1).", min=1)] = None
     max_replicas: Annotated[
         int | None, typer.Option("--max-replicas", help="Most replicas, for autoscaling.", min=1)
-    ] = None,
-    assignments: SetOption = None,
-    folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path("."),
-    max_upload_mb: Annotated[float, typer.Option("--max-mb", help="Most megabytes to take along.")] = 5.0,
-    address: JobApiOption = None,
-) -> None:
+    ] = None
+    assignments: SetOption = None
+    folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path(".")
+    max_upload_mb: Annotated[float, typer.Option("--max-mb", help="Most megabytes to take along.")] = 5.0
+    address: JobApiOption = None
+
+
+@expand_options
+def serve(options: ClusterServeOptions) -> None:
     """Serve an artifact on a cluster, as a job; returns once it answers. The autoscaler starts nodes for its replicas.
     `rtrain cluster stop` ends it within a minute."""
-    from rtrain.cluster.jobs import client, job_names, upload
-    from rtrain.report.live.progress import print_message
+    from rtrain.cluster.jobs import client, job_names
+    from rtrain.report.progress import print_message
 
+    artifact = options.artifact
     if "://" not in artifact and not artifact.startswith("/"):
         reason, fix = "must be an absolute path on the nodes, or an address", "write e.g. /shared/runs/intent"
-        raise ConfigError([Problem("artifact", artifact, reason, fix, code="not_absolute")])
-    replica_settings = {"serve.replicas": replicas, "serve.max_replicas": max_replicas}
+        raise option_error("artifact", artifact, reason, fix, "not_absolute")
+    replica_settings = {"serve.replicas": options.replicas, "serve.max_replicas": options.max_replicas}
     settings = [
         *(f"{name}={value}" for name, value in replica_settings.items() if value is not None),
-        *(assignments or ()),
+        *(options.assignments or ()),
     ]
     words = ["serve", artifact, *(word for setting in settings for word in ("--set", setting))]
-    files = upload.collect_upload(folder.absolute(), _to_bytes(max_upload_mb))
-    jobs, name = client.JobClient(address), job_names.serving_job_name(artifact)
+    files = client.collect_upload(options.folder.absolute(), _to_bytes(options.max_upload_mb))
+    jobs, name = client.JobClient(options.address), job_names.serving_job_name(artifact)
     job = jobs.submit(words, files, print_message)
     try:
         line = jobs.wait_for_line(job, "serving ")
@@ -361,9 +358,9 @@ def logs(
 ) -> None:
     """Print all lines of a run's jobs: from its folder or its storage, also when the cluster is gone; else from the
     cluster."""
-    from rtrain.cluster.jobs import chunked_log_upload, client
+    from rtrain.cluster.jobs import client, entry
 
-    if not follow and (saved_log := chunked_log_upload.read_run_log(run, storage)) is not None:
+    if not follow and (saved_log := entry.read_run_log(run, storage)) is not None:
         print(saved_log, end="")
         return
     jobs = client.JobClient(address)
@@ -400,22 +397,21 @@ def fetch(
     """Copy a run to this machine: from its storage (settings, log, checkpoints and artifact), else the whole folder
     from the cluster's head by SSH (`ray rsync-down`)."""
     from rtrain.checkpoint.remote_copy import RemoteCopy
-    from rtrain.cluster.jobs import chunked_log_upload, launcher
-    from rtrain.report.live.progress import print_message
+    from rtrain.cluster import cluster_file
+    from rtrain.cluster.jobs import entry
+    from rtrain.report.progress import print_message
 
     name = Path(run).name
     if name in ("", ".."):
-        raise ConfigError(
-            [Problem("run", run, "names no run", "write its folder, or its name with --storage", code="not_a_run")]
-        )
+        raise option_error("run", run, "names no run", "write its folder, or its name with --storage", "not_a_run")
     target = (destination or Path("runs") / name).expanduser().absolute()
     if storage is not None:
         size = RemoteCopy(storage, name).fetch_run(target)
-        if (lines := chunked_log_upload.read_run_log(name, storage)) is not None:
+        if (lines := entry.read_run_log(name, storage)) is not None:
             (target / "job.log").write_text(lines, encoding="utf-8")
         print_message(f"{quote_path(target)}: {size / 1e6:.1f} MB")
     else:
-        launcher.rsync_down(file, run, target)
+        cluster_file.rsync_down(file, run, target)
     print(quote_path(target))
 
 
@@ -425,9 +421,10 @@ def down(
     address: JobApiOption = None,
 ) -> None:
     """End every node of a cluster (`ray down`). While jobs are going on, it is refused without --yes."""
-    from rtrain.cluster.jobs import client, job_names, launcher
+    from rtrain.cluster import cluster_file
+    from rtrain.cluster.jobs import client, job_names
 
-    head_ip = launcher.find_head_ip(file)
+    head_ip = cluster_file.find_head_ip(file)
     try:
         jobs = client.JobClient(address)
         running_ids = [job.id for job in jobs.list_jobs().values() if job.status not in job_names.FINAL_STATUSES]
@@ -446,5 +443,5 @@ def down(
             f"still going on: {', '.join(running_ids)}; end them (rtrain cluster stop), or write --yes",
             code="still_running",
         )
-    if code := launcher.tear_down(file, assume_yes):
+    if code := cluster_file.tear_down(file, assume_yes):
         raise typer.Exit(code)

@@ -1,15 +1,15 @@
 """Verbs for stored runs: runs, clean, export, import."""
 
 import sys
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rtrain.cli.options import JsonOption, require_finished_run
-from rtrain.cli.output import print_result
-from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.cli.options import JsonOption, expand_options, option_error, print_result, require_finished_run
+from rtrain.core.errors import UserError
 from rtrain.core.run_folder import ARTIFACT_FILE, Run, quote_path, relative_to_cwd, resolve_artifact
 
 
@@ -58,15 +58,13 @@ def clean(
     as_json: JsonOption = False,
 ) -> None:
     """Remove the files that a finished run does not need, after listing them and their use."""
-    from rtrain.runs.store import clean as store_clean, clean_plan, scan, table
+    from rtrain.runs.store import clean, clean as store_clean, scan, table
 
     folder = path.absolute()
     is_single_run = scan.holds_run(folder)
     if is_single_run and stores:
         fix = f"name the folder that holds the runs: {quote_path(folder.parent)}"
-        raise ConfigError(
-            [Problem("--stores", None, "token stores are shared by runs", fix, code="conflicting_settings")]
-        )
+        raise option_error("--stores", None, "token stores are shared by runs", fix, "conflicting_settings")
     run_inventory = scan.scan_surroundings(folder) if is_single_run else scan.scan_folder(folder)
     run_info = run_inventory.find(folder) if is_single_run else None
     if is_single_run and run_info is None:
@@ -80,11 +78,11 @@ def clean(
             code="not_a_run",
         )
     planned_removals = (
-        clean_plan.plan_run_removal(run_info, keep.value, run_inventory)
+        clean.plan_run_removal(run_info, keep.value, run_inventory)
         if run_info
-        else clean_plan.plan_root_removal(run_inventory, keep.value, stores)
+        else clean.plan_root_removal(run_inventory, keep.value, stores)
     )
-    removals = clean_plan.verify_removals(planned_removals)
+    removals = clean.verify_removals(planned_removals)
     if not as_json:
         print(table.format_removals(removals, dry_run))
     parts = [part for removed in removals for part in removed.items]
@@ -119,65 +117,67 @@ def _confirm_removal(keep: KeepPolicy, assume_yes: bool, count: int) -> None:
         return
     fix = "write --yes, or --keep artifact to keep finished artifacts"
     if not sys.stdin.isatty():
-        raise ConfigError(
-            [
-                Problem(
-                    "--keep",
-                    "none",
-                    "removes whole runs, and there is no terminal for a question",
-                    fix,
-                    code="no_terminal",
-                )
-            ]
+        raise option_error(
+            "--keep", "none", "removes whole runs, and there is no terminal for a question", fix, "no_terminal"
         )
     if not typer.confirm(f"Remove {count} whole run{'' if count == 1 else 's'}?", err=True):
         raise UserError("nothing was removed", code="declined")
 
 
-def export(
-    run: Annotated[Path, typer.Argument(help="Run folder, or a search's.")],
-    out: Annotated[Path, typer.Option("--out", help="The file to write, e.g. intent.tar.")],
-    int8: Annotated[
-        bool, typer.Option("--int8", help="Only the int8 artifact: smaller, and independent of torch.")
-    ] = False,
+@dataclass(frozen=True)
+class ExportOptions:
+    run: Annotated[Path, typer.Argument(help="Run folder, or a search's.")]
+    out: Annotated[Path, typer.Option("--out", help="The file to write, e.g. intent.tar.")]
+    int8: Annotated[bool, typer.Option("--int8", help="Only the int8 artifact: smaller, and independent of torch.")] = (
+        False
+    )
     with_wheels: Annotated[
         bool, typer.Option("--with-wheels", help="Include the packages for predictions, by pip download.")
-    ] = False,
+    ] = False
     wheels_for: Annotated[
         WheelPurpose, typer.Option("--wheels-for", help="Use of these packages; all: training too.")
-    ] = WheelPurpose.SERVE,
+    ] = WheelPurpose.SERVE
     no_texts: Annotated[
         bool, typer.Option("--no-texts", help="Leave out predictions and the report: they hold texts.")
-    ] = False,
-    ungated: Annotated[bool, typer.Option("--ungated", help="Export refused artifacts, too.")] = False,
-    as_json: JsonOption = False,
-) -> None:
+    ] = False
+    ungated: Annotated[bool, typer.Option("--ungated", help="Export refused artifacts, too.")] = False
+    as_json: JsonOption = False
+
+
+@expand_options
+def export(options: ExportOptions) -> None:
     """Bundle a run's artifacts, scores, report and log into one file, for a machine without network."""
     import tempfile
 
     from rtrain.inference import artifact
-    from rtrain.runs.store import disk_usage, export_bundle, wheels
+    from rtrain.runs.store import bundle, run_info
 
-    source_run, file, name = Run(require_finished_run(run)), out.expanduser().absolute(), run.absolute().name
-    export_bundle.check_export(source_run, file, int8)  # before anything is fetched
-    verdicts = export_bundle.load_verdicts(source_run, int8)
-    if not ungated:
-        export_bundle.require_accepted(verdicts)
+    source_run, file, name = (
+        Run(require_finished_run(options.run)),
+        options.out.expanduser().absolute(),
+        options.run.absolute().name,
+    )
+    bundle.check_export(source_run, file, options.int8)  # before anything is fetched
+    verdicts = bundle.load_verdicts(source_run, options.int8)
+    if not options.ungated:
+        bundle.require_accepted(verdicts)
     with tempfile.TemporaryDirectory() as folder:
         wheel_files, install = [], ""
-        if with_wheels:
-            print(f"fetching the packages of rtrain {wheels_for}", file=sys.stderr)
-            candidate_folders = [source_run.int8_artifact] if int8 else [source_run.artifact, source_run.int8_artifact]
+        if options.with_wheels:
+            print(f"fetching the packages of rtrain {options.wheels_for}", file=sys.stderr)
+            candidate_folders = (
+                [source_run.int8_artifact] if options.int8 else [source_run.artifact, source_run.int8_artifact]
+            )
             artifact_folders = [place for place in candidate_folders if (place / ARTIFACT_FILE).is_file()]
             engines = [artifact.read_artifact(place, verify=False).engine for place in artifact_folders]
-            if warning := wheels.torch_build_warning(wheels.required_packages(wheels_for.value, engines)):
+            if warning := bundle.torch_build_warning(bundle.required_packages(options.wheels_for.value, engines)):
                 print(warning, file=sys.stderr)
-            wheel_files = wheels.fetch_wheels(wheels_for.value, engines, Path(folder))
-            install = wheels.format_instructions(name, file.name, wheels_for.value)
-        exported_bundle = export_bundle.export_bundle(
-            source_run, name, file, int8, wheel_files, install, with_texts=not no_texts
+            wheel_files = bundle.fetch_wheels(options.wheels_for.value, engines, Path(folder))
+            install = bundle.format_instructions(name, file.name, options.wheels_for.value)
+        exported_bundle = bundle.export_bundle(
+            source_run, name, file, options.int8, wheel_files, install, with_texts=not options.no_texts
         )
-    size_text = f"{exported_bundle.num_files} files, {disk_usage.format_bytes(exported_bundle.num_bytes)}"
+    size_text = f"{exported_bundle.num_files} files, {run_info.format_bytes(exported_bundle.num_bytes)}"
     lines = [f"{quote_path(file)}: the run {name}, {size_text}"]
     if exported_bundle.files_with_texts:
         lines.append(
@@ -200,7 +200,7 @@ def export(
     }
     document["with_texts"] = list(exported_bundle.files_with_texts)
     document["gate"] = {verdict.name: verdict.verdict for verdict in verdicts}
-    print_result({**document, "wheels": [path.name for path in wheel_files]}, as_json, "\n".join(lines))
+    print_result({**document, "wheels": [path.name for path in wheel_files]}, options.as_json, "\n".join(lines))
 
 
 def import_(
@@ -209,17 +209,17 @@ def import_(
     as_json: JsonOption = False,
 ) -> None:
     """Unpack a bundle of rtrain export; every file is verified before the run appears."""
-    from rtrain.report.live.progress import format_next_command, next_artifact_command
-    from rtrain.runs.store import disk_usage, import_bundle, wheels
+    from rtrain.report.progress import format_next_command, next_artifact_command
+    from rtrain.runs.store import bundle, run_info
 
-    imported_run = import_bundle.import_bundle(
+    imported_run = bundle.import_bundle(
         file.absolute(), out.expanduser().absolute() if out else None, Path("runs").absolute()
     )
     folder = imported_run.run.folder
     lines = [
-        f"{quote_path(folder)}: {imported_run.files} files, {disk_usage.format_bytes(imported_run.size)}, all verified"
+        f"{quote_path(folder)}: {imported_run.files} files, {run_info.format_bytes(imported_run.size)}, all verified"
     ]
-    install = wheels.install_command(quote_path(imported_run.wheels)) if imported_run.wheels else None
+    install = bundle.install_command(quote_path(imported_run.wheels)) if imported_run.wheels else None
     lines += [f"to install its packages without network: {install}"] if install else []
     next_command = next_artifact_command(resolve_artifact(folder), relative_to_cwd(folder)).removeprefix("next: ")
     lines.append(f"{format_next_command('predict', relative_to_cwd(folder), 'a text')}   or: {next_command}")

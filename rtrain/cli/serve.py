@@ -1,8 +1,8 @@
-"""Verbs that answer with an artifact: predict, explain, serve; and the API keys of an endpoint."""
+"""Verbs of the endpoint: serve, its status, and its API keys."""
 
 import json
-import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -10,161 +10,102 @@ import typer
 
 from rtrain.cli.options import (
     AddressOption,
-    ArtifactArgument,
     ArtifactsArgument,
     InsecureOption,
     JsonOption,
     KeysOption,
     SetOption,
+    SettingOptions,
     UngatedOption,
     build_config,
+    expand_options,
+    option_error,
     resolve_artifact_argument,
 )
-from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.errors import UserError
 
 ModelNameOption = Annotated[
     str | None, typer.Option("--model", help="Name of one of several models (default: the only model, or all).")
 ]
 
 
-def predict(
-    artifact: ArtifactArgument,
-    texts: Annotated[list[str] | None, typer.Argument(help="Texts; without any, lines of standard input.")] = None,
-    as_texts: Annotated[bool, typer.Option("--text", help="Arguments are texts, never file names.")] = False,
-    data: Annotated[
-        str | None, typer.Option("--data", help="Rows to answer: file, folder or glob; with --out.")
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", help="With --data: file of answers (.csv, .jsonl, .parquet)."),
-    ] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Continue a stopped job for --out.")] = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out if it exists.")] = False,
-    top: Annotated[
-        int | None,
-        typer.Option("--top", help="Labels per text; default: the best, or those past the threshold.", min=1),
-    ] = None,
-    scores: Annotated[bool, typer.Option("--scores", help="With --data: a column for each label's score.")] = False,
-    batch: Annotated[int | None, typer.Option("--batch", help="Most texts of one engine call.", min=1)] = None,
-    assignments: SetOption = None,
-    address: AddressOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Answer texts with an artifact, one line each; or rows of files, each with its columns and its answer."""
-    from rtrain.cli import predict as cli_predict
-
-    folder = resolve_artifact_argument(artifact)
-    options = cli_predict.PredictOptions(
-        folder, texts or [], data, out, resume, overwrite, top, batch, as_json, as_texts, scores
-    )
-    options.check(assignments, address)
-    if data is None:
-        cli_predict.print_texts(options)
-    else:
-        cli_predict.write_answers(options, assignments, address)
-
-
-def explain(
-    artifact: ArtifactArgument,
-    text: Annotated[str | None, typer.Argument(help="A text; without it standard input, as a whole.")] = None,
-    pair: Annotated[str | None, typer.Option("--pair", help="The second text of a pair.")] = None,
-    label: Annotated[str | None, typer.Option("--label", help="Explain this label instead of the answer's.")] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option("--steps", help="Integration steps; default: doubled until the error is below 1 %."),
-    ] = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Attribute an answer to words and sentences by integrated gradients."""
-    from rtrain.inference.explain.explainer import Explainer
-    from rtrain.inference.predictor import Predictor
-    from rtrain.report import explanation
-    from rtrain.report.live.progress import next_artifact_command, print_message
-
-    folder = resolve_artifact_argument(artifact)
-    predictor = Predictor.load(folder)
-    first_field, second_field = predictor.task.fields
-    source_text = sys.stdin.buffer.read().decode("utf-8", "surrogateescape") if text is None else text
-    [attribution] = Explainer(predictor)(
-        [source_text if pair is None else {first_field: source_text, second_field: pair}], label, steps
-    )
-    document = attribution.to_document()
-    if as_json:
-        print(json.dumps(document, ensure_ascii=False))
-    else:
-        explanation.print_explanation(document, sys.stdout)
-        print_message(next_artifact_command(folder, artifact))
-
-
-def serve(
-    artifacts: ArtifactsArgument = None,
-    host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None,
-    port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None,
-    keys: KeysOption = None,
-    insecure: InsecureOption = False,
-    ungated: UngatedOption = False,
-    update: Annotated[
-        bool, typer.Option("--update", help="Switch the endpoint on that port to this artifact.")
-    ] = False,
+@dataclass(frozen=True)
+class ServeOptions(SettingOptions):
+    artifacts: ArtifactsArgument = None
+    host: Annotated[str | None, typer.Option("--host", help="Address to listen on (default 127.0.0.1).")] = None
+    port: Annotated[int | None, typer.Option("--port", help="Port (default 8000; 0 takes a free one).")] = None
+    keys: KeysOption = None
+    insecure: InsecureOption = False
+    ungated: UngatedOption = False
+    update: Annotated[bool, typer.Option("--update", help="Switch the endpoint on that port to this artifact.")] = False
     rollback: Annotated[
         bool, typer.Option("--rollback", help="Switch the endpoint on that port back to its previous artifact.")
-    ] = False,
-    model: ModelNameOption = None,
+    ] = False
+    model_name: ModelNameOption = None
     shadow: Annotated[
         float | None,
         typer.Option("--shadow", help="For --update: share of live inputs for a shadow test before the switch."),
-    ] = None,
+    ] = None
     is_standalone: Annotated[
         bool, typer.Option("--standalone", help="Serve in this process, without Ray: no replicas, no --update.")
-    ] = False,
+    ] = False
     print_config: Annotated[
         bool, typer.Option("--print-config", help="Print the config file for `serve deploy`, and end.")
-    ] = False,
-    assignments: SetOption = None,
-    address: AddressOption = None,
-) -> None:
+    ] = False
+    assignments: SetOption = None
+    address: AddressOption = None
+
+
+@expand_options
+def serve(options: ServeOptions) -> None:
     """Serve one or several artifacts over HTTP on Ray Serve, until Ctrl-C; or change the artifact of an endpoint."""
     from rtrain.cluster.connection import wait_until_interrupted
-    from rtrain.report.live.progress import print_message
-    from serve import model_specs, ray_config
+    from rtrain.report.progress import print_message
+    from serve import ray_config
     from serve.auth import preflight
     from serve.rollout import admin_socket, canary
 
-    if update and rollback:
+    artifacts, rollback, model_name = options.artifacts, options.rollback, options.model_name
+    if options.update and rollback:
         raise UserError("--update and --rollback exclude each other", code="conflicting_settings")
     if rollback or not artifacts:
         if artifacts or not rollback:
             raise UserError("name an artifact to serve; only --rollback takes none", code="missing")
-        print_message(admin_socket.send_command(_resolve_port(port, assignments), {"rollback": True, "model": model}))
+        print_message(
+            admin_socket.send_command(
+                _resolve_port(options.port, options.assignments), {"rollback": True, "model": model_name}
+            )
+        )
         return
-    if shadow is not None and not update:
+    if options.shadow is not None and not options.update:
         raise UserError("--shadow needs --update", code="conflicting_settings")
-    if update:
+    if options.update:
         if len(artifacts) > 1:
             raise UserError(
                 "--update takes one artifact; change several models one by one", code="conflicting_settings"
             )
-        serve_settings = build_config("intent", assignments, port=port, shadow=shadow).deploy.serve
+        serve_settings = build_config(
+            "intent", options.assignments, port=options.port, shadow=options.shadow
+        ).deploy.serve
         canary_policy = [*canary.CanaryPolicy.from_settings(serve_settings)] if serve_settings.shadow_fraction else None
-        command = {"update": str(resolve_artifact_argument(artifacts[0])), "model": model, "policy": canary_policy}
+        command = {"update": str(resolve_artifact_argument(artifacts[0])), "model": model_name, "policy": canary_policy}
         print_message(admin_socket.send_command(serve_settings.port, command))
         return
-    if is_standalone and (address or print_config):
+    if options.is_standalone and (options.address or options.print_config):
         raise UserError(
             "--standalone starts no Ray; leave --address and --print-config out", code="conflicting_settings"
         )
-    if model is not None:
+    if model_name is not None:
         raise UserError("--model selects the model to change; NAME=ARTIFACT names a model", code="conflicting_settings")
 
-    option_values = {"host": host, "port": port, "keys": keys, "insecure": insecure or None, "ungated": ungated or None}
-    config = build_config("intent", assignments, **option_values, address=address)
+    config = options.load_config("intent")
     settings = preflight.resolve_paths(config.deploy.serve)  # the session changes the folder
     preflight.check_access(settings, print_message)
-    folders = model_specs.parse_model_specs(artifacts, resolve_artifact_argument)
-    model_specs.check_artifacts(folders, settings, print_message)
-    if is_standalone:
+    folders = preflight.parse_model_specs(artifacts, resolve_artifact_argument)
+    preflight.check_artifacts(folders, settings, print_message)
+    if options.is_standalone:
         _serve_standalone(folders, settings)
-    if print_config:
+    if options.print_config:
         print(ray_config.format_ray_config(folders, settings), end="")
         return
     from serve import launcher
@@ -186,9 +127,8 @@ def _serve_standalone(folders: Mapping[str, Path], settings: Any) -> NoReturn:
 
 
 def _print_endpoint(folders: Mapping[str, Path], url: str, settings: Any) -> None:
-    """Print an endpoint's URL and an example request."""
     from rtrain.core.run_folder import quote_path
-    from rtrain.report.live.progress import print_message
+    from rtrain.report.progress import print_message
     from serve.auth import preflight
 
     first_name = next(iter(folders))
@@ -235,20 +175,15 @@ def add_key(
     ] = None,
 ) -> None:
     """Make a key and print it once; the file stores only its hash."""
-    from rtrain.report.live.progress import print_message
+    from rtrain.report.progress import print_message
     from serve.auth import api_keys
 
     scopes = scope or ["predict"]
     for scope_name in scopes:
         if scope_name not in api_keys.SCOPES:
-            problem = Problem(
-                "--scope",
-                scope_name,
-                "unknown scope",
-                f"write {' or '.join(api_keys.SCOPES)}",
-                code="unknown_name",
+            raise option_error(
+                "--scope", scope_name, "unknown scope", f"write {' or '.join(api_keys.SCOPES)}", "unknown_name"
             )
-            raise ConfigError([problem])
     key = api_keys.add_key(file, name, [name for name in api_keys.SCOPES if name in scopes], rate, model)
     print(key)
     print_message(f"requests of {name} need the header Authorization: Bearer KEY; the key is shown only once")
@@ -274,7 +209,7 @@ def list_keys(file: KeyFile, as_json: JsonOption = False) -> None:
 
 def revoke_key(file: KeyFile, name: KeyName) -> None:
     """Remove a key from the file; a running endpoint refuses it within a second."""
-    from rtrain.report.live.progress import print_message
+    from rtrain.report.progress import print_message
     from serve.auth import api_keys
 
     api_keys.revoke_key(file, name)

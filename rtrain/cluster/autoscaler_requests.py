@@ -5,7 +5,7 @@ through Ray Train's placement group. Elastic runs, and runs that wait for `min_w
 
 A request is a size of the whole cluster, and requests of several names add up: with Ray Train's own request for the
 running workers, this one would start a node for each worker twice. So Ray Train's request is disabled
-(`worker_group.WorkerGroupSpec.requests_own_nodes`), and one request of constant size lasts from the start of a run to
+(`worker_pool.WorkerGroupSpec.requests_own_nodes`), and one request of constant size lasts from the start of a run to
 its end. If it shrank for a moment, a live node that waits for the run to grow would be terminated as idle, and started
 again. (A placement group would request only the missing resources, and take the CPUs of the data tasks while it waits;
 Ray Data overwrites `ray.autoscaler.sdk.request_resources` within 20 s.)
@@ -34,9 +34,8 @@ class ResourceBundle(NamedTuple):
     amount: float = 1.0
 
     def fits_on(self, node: NodeSpec) -> bool:
-        return node.resources.get(self.resource, 0.0) >= self.amount and capacity.matches_labels(
-            node.labels, self.labels
-        )
+        has_amount = node.resources.get(self.resource, 0.0) >= self.amount
+        return has_amount and capacity.matches_labels(node.labels, self.labels)
 
 
 def worker_bundle(request: ResourceRequest) -> ResourceBundle:
@@ -57,10 +56,8 @@ def run_bundles(
     workers = placement.max_workers(nodes, limits, request, max_workers)
     if not workers:
         return []
-    data_cpus = request.capacity_for(workers).data_cpus
-    return [worker_bundle(request)] * workers + [
-        ResourceBundle(WORKER_RESOURCE["cpu"], request.data_labels)
-    ] * data_cpus
+    data_bundle = ResourceBundle(WORKER_RESOURCE["cpu"], request.data_labels)
+    return [worker_bundle(request)] * workers + [data_bundle] * request.capacity_for(workers).data_cpus
 
 
 def describe_request(bundles: Sequence[ResourceBundle], limits: AutoscalerLimits, waited_s: float) -> str:
@@ -68,14 +65,11 @@ def describe_request(bundles: Sequence[ResourceBundle], limits: AutoscalerLimits
     amounts: dict[str, float] = {}
     for bundle in bundles:
         amounts[bundle.resource] = amounts.get(bundle.resource, 0.0) + bundle.amount
-    resource_list = " and ".join(
-        f"{count:g} {name}{'' if count <= 1 else 's'}" for name, count in sorted(amounts.items())
-    )
-    node_types = sorted(
-        name for name, (node, _) in limits.node_types.items() if any(bundle.fits_on(node) for bundle in bundles)
-    )
+    resources = [f"{amount:g} {name}{'' if amount <= 1 else 's'}" for name, amount in sorted(amounts.items())]
+    types = limits.node_types.items()
+    names = sorted(name for name, (node, _) in types if any(bundle.fits_on(node) for bundle in bundles))
     return (
-        f"waiting for the autoscaler: {resource_list} on {' or '.join(node_types) or 'no'} nodes, for "
+        f"waiting for the autoscaler: {' and '.join(resources)} on {' or '.join(names) or 'no'} nodes, for "
         f"{waited_s:.0f} s now"
     )
 

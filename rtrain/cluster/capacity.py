@@ -1,19 +1,17 @@
 """Capacity of a Ray cluster for a run's workers: the nodes' resources, the free resources, and the nodes that its
 autoscaler may add.
 
-A node is a map from resource name (`CPU`, `GPU`) to amount. Counting functions are pure. `live_nodes`,
-`nodes_with_labels`, `available_nodes`, `max_accelerators` and `draining_node_ids` query the connected Ray cluster.
-`cluster.placement` decides how many nodes of each type may be up together.
+A node is a map from resource name (`CPU`, `GPU`) to amount. The first part counts, and is pure; the second part queries
+the connected Ray cluster. `cluster.placement` decides how many nodes of each type may be up together.
 """
 
 import bisect
 import json
-import math
+import operator
 import os
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
@@ -21,6 +19,8 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import yaml
 
 from rtrain import ray_internals
+from rtrain.cluster.cluster_file import ClusterFile
+from rtrain.cluster.data_tasks import resolve_data_cpus
 from rtrain.core.errors import Problem, UserError
 
 if TYPE_CHECKING:
@@ -38,15 +38,8 @@ AUTOSCALER_FILE_VARIABLE = "RTRAIN_AUTOSCALER_FILE"
 """Environment variable with the path of the autoscaler's file, which `connection.on_node_start` sets on the head, or
 with the file's node types as JSON, as Kubernetes manifests set it. Ray itself (2.60) knows the limits only if its
 manager reports them; neither its launcher nor KubeRay does."""
-DEFAULT_MAX_WORKERS: Final = 2
-"""Worker nodes that Ray's launcher allows if its file has no `max_workers`."""
 UNLIMITED_NODES = 1000
 """Maximum number of nodes of a type without a limit."""
-MIN_DATA_CPUS = 2
-"""Minimum logical CPUs of Ray Data beside the workers' CPUs: one for a reading task, and one for a task that may wait
-for it. Without them a data stream hangs silently."""
-WORKERS_PER_DATA_CPU = 8
-"""Number of workers per additional CPU of Ray Data."""
 SPOT_LABELS: Labels = MappingProxyType({"ray.io/market-type": "spot"})
 """Ray's label of spot nodes."""
 LOST_NODE_POLL_S, CONNECT_TIMEOUT_S = 1.0, 1.5
@@ -88,11 +81,11 @@ class Capacity(NamedTuple):
     """CPUs of nodes that both may use; 0 if workers take GPUs."""
 
     def covers(self, required: "Capacity") -> bool:
-        return all(has >= required_amount for has, required_amount in zip(self, required, strict=True))
+        return all(map(operator.ge, self, required))
 
     def minus(self, subtracted: "Capacity") -> "Capacity":
         """Subtract another capacity; results may be negative."""
-        return Capacity(*(amount - less for amount, less in zip(self, subtracted, strict=True)))
+        return Capacity(*map(operator.sub, self, subtracted))
 
 
 class ResourceRequest(NamedTuple):
@@ -113,9 +106,10 @@ class ResourceRequest(NamedTuple):
         if self.gpu_share == 1:
             return int(amount)
         whole_gpus = int(amount)  # a fraction remains of a GPU that others share
-        return whole_gpus * int(1 / self.gpu_share + RESOURCE_TOLERANCE) + int(
-            (amount - whole_gpus) / self.gpu_share + RESOURCE_TOLERANCE
-        )
+        return whole_gpus * self._shares(1.0) + self._shares(amount - whole_gpus)
+
+    def _shares(self, gpus: float) -> int:
+        return int(gpus / self.gpu_share + RESOURCE_TOLERANCE)
 
     def capacity_for(self, workers: int, runs: int = 1) -> Capacity:
         """Capacity that `runs` runs of `workers` workers need."""
@@ -127,34 +121,23 @@ class ResourceRequest(NamedTuple):
         worker_slots = data_cpus = shared_cpus = 0
         for node in nodes:
             node_slots = self.worker_slots(node.resources) if matches_labels(node.labels, self.labels) else 0
-            node_data_cpus = (
-                count_worker_slots([node.resources], "cpu") if matches_labels(node.labels, self.data_labels) else 0
-            )
-            worker_slots, data_cpus, shared_cpus = (
-                worker_slots + node_slots,
-                data_cpus + node_data_cpus,
-                shared_cpus + max(node_slots, node_data_cpus),
-            )
+            has_data_labels = matches_labels(node.labels, self.data_labels)
+            node_data_cpus = count_worker_slots([node.resources], "cpu") if has_data_labels else 0
+            worker_slots, data_cpus = worker_slots + node_slots, data_cpus + node_data_cpus
+            shared_cpus += max(node_slots, node_data_cpus)
         return Capacity(worker_slots, data_cpus, shared_cpus if self.device == "cpu" else 0)
 
     def max_workers(self, nodes: Sequence[NodeSpec], upper_bound: int | None = None) -> int:
         """Count the workers that fit on the nodes beside their data tasks."""
         available = self.capacity_of(nodes)
-        return largest_feasible(
-            available.worker_slots if upper_bound is None else upper_bound,
-            lambda number: available.covers(self.capacity_for(number)),
-        )
+        bound = available.worker_slots if upper_bound is None else upper_bound
+        return largest_feasible(bound, lambda workers: available.covers(self.capacity_for(workers)))
 
 
 def largest_feasible(upper_bound: int, is_feasible: Callable[[int], bool]) -> int:
     """Binary search for the largest feasible number up to `upper_bound`, if each smaller number is feasible too; 0 if
     none is."""
     return bisect.bisect(range(1, upper_bound + 1), False, key=lambda number: not is_feasible(number))
-
-
-def max_workers_on(nodes: Sequence[NodeResources], device: str, data_cpus: int | None) -> int:
-    """Count the workers that fit on the nodes, regardless of labels; `data_cpus` as in `resolve_data_cpus`."""
-    return ResourceRequest(device, data_cpus).max_workers([NodeSpec(node) for node in nodes])
 
 
 class AutoscalerLimits(NamedTuple):
@@ -169,17 +152,18 @@ class AutoscalerLimits(NamedTuple):
 
 
 def parse_autoscaler_limits(document: Mapping[str, Any]) -> AutoscalerLimits:
-    """Parse the limits in an autoscaler's file."""
-    max_nodes, head_type = int(document.get("max_workers", DEFAULT_MAX_WORKERS)), document.get("head_node_type")
-    limits = AutoscalerLimits([], {}, max_nodes)
-    for name, spec in document.get("available_node_types", {}).items():
-        resources = {resource: float(amount) for resource, amount in (spec.get("resources") or {}).items()}
-        node = NodeSpec(resources, spec.get("labels") or ANY_LABELS)
-        if name == head_type:
-            limits.head_nodes.append(node)
-        else:
-            limits.node_types[name] = node, int(spec.get("max_workers", max(max_nodes, UNLIMITED_NODES)))
-    return limits
+    """Parse the limits in an autoscaler's file. Raises `ConfigError`."""
+    file = ClusterFile.from_mapping(document)
+    unlimited = max(file.max_workers, UNLIMITED_NODES)
+    return AutoscalerLimits(
+        [NodeSpec(node.resources, node.labels) for node in file.node_types if node.is_head],
+        {
+            node.name: (NodeSpec(node.resources, node.labels), node.max_workers(unlimited))
+            for node in file.node_types
+            if not node.is_head
+        },
+        file.max_workers,
+    )
 
 
 def matches_labels(labels: Mapping[str, str] | None, required: Labels) -> bool:
@@ -189,35 +173,16 @@ def matches_labels(labels: Mapping[str, str] | None, required: Labels) -> bool:
 def reachable_nodes(limits: AutoscalerLimits, device: str, labels: Labels = ANY_LABELS) -> list[NodeResources]:
     """The nodes with the labels that can exist at a time: the head, and as many others as an autoscaler may start,
     largest first."""
-    node_counts = [
-        (node.resources, min(limits.max_nodes, number))
-        for node, number in limits.node_types.values()
-        if matches_labels(node.labels, labels)
+    matching_types = [
+        (node.resources, number) for node, number in limits.node_types.values() if matches_labels(node.labels, labels)
     ]
-    worker_nodes = sorted(
-        (node for node, number in node_counts for _ in range(number)),
-        key=lambda node: -count_worker_slots([node], device),
-    )
-    return [
-        *(node.resources for node in limits.head_nodes if matches_labels(node.labels, labels)),
-        *worker_nodes[: limits.max_nodes],
-    ]
-
-
-def resolve_data_cpus(data_cpus: int | None, workers: int) -> int:
-    """Logical CPUs for the data tasks of `workers` workers; `data_cpus` is the setting `cluster.data_cpus`, None for
-    the default."""
-    return MIN_DATA_CPUS + workers // WORKERS_PER_DATA_CPU if data_cpus is None else data_cpus
-
-
-def cpus_per_data_task(data_cpus: int | None, workers: int) -> float:
-    """Logical CPUs of a data task: one, or a fraction if each worker's stream needs a task within the data CPUs. A task
-    without capacity would make the autoscaler start a node."""
-    return min(1.0, math.floor(100 * resolve_data_cpus(data_cpus, workers) / workers) / 100)
+    worker_nodes = [node for node, number in matching_types for _ in range(min(limits.max_nodes, number))]
+    worker_nodes.sort(key=lambda node: -count_worker_slots([node], device))
+    head_nodes = [node.resources for node in limits.head_nodes if matches_labels(node.labels, labels)]
+    return [*head_nodes, *worker_nodes[: limits.max_nodes]]
 
 
 def resource_request_from_config(config: "Config", device: str) -> ResourceRequest:
-    """The resource request of a run, from its settings."""
     settings, gpu_share = config.deploy.cluster, config.recipe.train.gpus_per_worker if device == "gpu" else 1.0
     return ResourceRequest(device, settings.data_cpus, settings.labels, settings.data_labels, gpu_share)
 
@@ -253,10 +218,7 @@ def available_nodes(
 def max_accelerators(device: str, labels: Labels = ANY_LABELS) -> int:
     """Maximum CPUs or GPUs for workers: of the live nodes, or of the nodes that the autoscaler may start, if that is
     more."""
-    return max(
-        count_worker_slots(nodes_with_labels(labels), device),
-        count_worker_slots(potential_nodes(device, labels), device),
-    )
+    return count_worker_slots(potential_nodes(device, labels), device)
 
 
 def potential_nodes(device: str, labels: Labels = ANY_LABELS) -> list[NodeResources]:
@@ -274,15 +236,8 @@ def find_unmatched_labels(setting: str, labels: Labels) -> list[Problem]:
     if not labels or nodes_with_labels(labels) or startable_node_types(labels):
         return []
     reason = "no node of the cluster has these labels, and its autoscaler cannot start one"
-    return [
-        Problem(
-            setting,
-            dict(labels),
-            reason,
-            "write the labels of a node type in the cluster file, or none",
-            code="unknown_labels",
-        )
-    ]
+    fix = "write the labels of a node type in the cluster file, or none"
+    return [Problem(setting, dict(labels), reason, fix, code="unknown_labels")]
 
 
 def startable_node_types(labels: Labels = ANY_LABELS) -> dict[str, NodeResources]:
@@ -308,10 +263,8 @@ def load_autoscaler_config() -> Mapping[str, Any] | None:
         try:
             document = yaml.safe_load(file.read_text(encoding="utf-8"))
         except (yaml.YAMLError, ValueError, RecursionError) as error:
-            raise UserError(
-                f"{AUTOSCALER_FILE_VARIABLE}={file_setting}: invalid YAML ({error}); run rtrain cluster lint",
-                code="unreadable",
-            ) from None
+            message = f"{AUTOSCALER_FILE_VARIABLE}={file_setting}: invalid YAML ({error}); run rtrain cluster lint"
+            raise UserError(message, code="unreadable") from None
         return document if isinstance(document, dict) else None
     groups = ray_internals.cluster_config()
     if not groups:
@@ -322,22 +275,6 @@ def load_autoscaler_config() -> Mapping[str, Any] | None:
         for (name, node, _), number in zip(groups, max_counts, strict=True)
     }
     return {"max_workers": sum(max_counts), "available_node_types": node_types}
-
-
-@contextmanager
-def restrict_data_tasks(labels: Labels) -> Iterator[None]:
-    """Restrict the data tasks that this process starts in the `with` block to nodes with the labels."""
-    if not labels:
-        yield
-        return
-    from ray.data import DataContext
-
-    options = DataContext.get_current().execution_options
-    previous_selector, options.label_selector = options.label_selector, dict(labels)
-    try:
-        yield
-    finally:
-        options.label_selector = previous_selector
 
 
 _unresponsive_node_ids: set[str] = set()
@@ -366,10 +303,12 @@ def find_lost_nodes(node_ids: Collection[str], timeout_s: float) -> dict[str, No
 
 
 def _accepts_connections(node: Mapping[str, Any]) -> bool:
+    return accepts_connections((node["NodeManagerAddress"], node["NodeManagerPort"]), CONNECT_TIMEOUT_S)
+
+
+def accepts_connections(address: tuple[str, int], timeout_s: float) -> bool:
     try:
-        socket.create_connection(
-            (node["NodeManagerAddress"], node["NodeManagerPort"]), timeout=CONNECT_TIMEOUT_S
-        ).close()
+        socket.create_connection(address, timeout=timeout_s).close()
     except OSError:
         return False
     return True
@@ -397,7 +336,6 @@ def draining_node_ids() -> set[str]:
 
 
 def live_nodes_by_id() -> dict[str, NodeSpec]:
-    """The live nodes by id."""
     import ray
 
     draining = draining_node_ids()

@@ -6,9 +6,17 @@ an integer program.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
-from rtrain.cluster.capacity import AutoscalerLimits, Capacity, NodeSpec, ResourceRequest, largest_feasible
+from rtrain.cluster.capacity import (
+    WORKER_RESOURCE,
+    AutoscalerLimits,
+    Capacity,
+    NodeSpec,
+    ResourceRequest,
+    largest_feasible,
+)
 
 
 def cheapest_node_counts(
@@ -37,55 +45,52 @@ def cheapest_node_counts(
     return None if solution.x is None else [round(number) for number in solution.x]
 
 
-def fits(limits: AutoscalerLimits, request: ResourceRequest, required: Capacity) -> bool:
-    """Whether nodes that may be up together have capacity for `required`, which is a multiple of `request`."""
-    head_capacity, capacities = (
-        request.capacity_of(limits.head_nodes),
-        [request.capacity_of([node]) for node, _ in limits.node_types.values()],
-    )
-    max_counts, prices = [max_count for _, max_count in limits.node_types.values()], [1] * len(capacities)
-    return (
-        cheapest_node_counts(capacities, max_counts, limits.max_nodes, required.minus(head_capacity), prices)
-        is not None
-    )
+def min_node_counts(limits: AutoscalerLimits, request: ResourceRequest, required: Capacity) -> list[int] | None:
+    """Fewest nodes by type, beside the head, with capacity for `required`, a multiple of `request`; None if
+    impossible."""
+    missing = required.minus(request.capacity_of(limits.head_nodes))
+    capacities = [request.capacity_of([node]) for node, _ in limits.node_types.values()]
+    max_counts = [max_count for _, max_count in limits.node_types.values()]
+    return cheapest_node_counts(capacities, max_counts, limits.max_nodes, missing, [1] * len(capacities))
 
 
 def max_workers(nodes: Sequence[NodeSpec], limits: AutoscalerLimits, request: ResourceRequest, upper_bound: int) -> int:
     """Maximum workers of a run, up to `upper_bound`, that fit beside their data tasks: on the live nodes, or on nodes
     that may be up together."""
     live_workers = request.max_workers(nodes, upper_bound)
-    return (
-        live_workers
-        if live_workers == upper_bound
-        else max(
-            live_workers,
-            largest_feasible(upper_bound, lambda number: fits(limits, request, request.capacity_for(number))),
-        )
-    )
+    if live_workers == upper_bound:
+        return live_workers
+    return max(live_workers, _max_startable(limits, request, upper_bound, request.capacity_for))
 
 
 def max_concurrent_runs(
     nodes: Sequence[NodeSpec], limits: AutoscalerLimits, request: ResourceRequest, workers_per_run: int
 ) -> int:
     """Maximum concurrent runs of `workers_per_run` workers with their data tasks; 0 if none fits."""
-    available = request.capacity_of(nodes)
-    slots_per_type = [
+    available, required = request.capacity_of(nodes), partial(request.capacity_for, workers_per_run)
+    startable_slots = request.capacity_of(limits.head_nodes).worker_slots + sum(
         request.capacity_of([node]).worker_slots * min(max_count, limits.max_nodes)
         for node, max_count in limits.node_types.values()
-    ]
-    upper_bound = (
-        max(available.worker_slots, request.capacity_of(limits.head_nodes).worker_slots + sum(slots_per_type))
-        // workers_per_run
     )
-    live_runs = largest_feasible(
-        upper_bound, lambda number: available.covers(request.capacity_for(workers_per_run, number))
+    upper_bound = max(available.worker_slots, startable_slots) // workers_per_run
+    live_runs = largest_feasible(upper_bound, lambda runs: available.covers(required(runs)))
+    return max(live_runs, _max_startable(limits, request, upper_bound, required))
+
+
+def _max_startable(
+    limits: AutoscalerLimits, request: ResourceRequest, upper_bound: int, required: Callable[[int], Capacity]
+) -> int:
+    return largest_feasible(upper_bound, lambda number: min_node_counts(limits, request, required(number)) is not None)
+
+
+def explain_shortage(limits: AutoscalerLimits, request: ResourceRequest, workers: int) -> tuple[str, str]:
+    """Why nodes that may be up together cannot place `workers` workers, and a change of the autoscaler's file."""
+    required = request.capacity_for(workers)
+    reason = (
+        f"nodes that may be up together do not have {workers} {WORKER_RESOURCE[request.device]}s for workers and "
+        f"{required.data_cpus} CPUs for their data tasks; the limits are {describe_limits(limits, request)}"
     )
-    return max(
-        live_runs,
-        largest_feasible(
-            upper_bound, lambda number: fits(limits, request, request.capacity_for(workers_per_run, number))
-        ),
-    )
+    return reason, suggest_fix(limits, request, required)
 
 
 def describe_limits(limits: AutoscalerLimits, request: ResourceRequest) -> str:
@@ -93,24 +98,25 @@ def describe_limits(limits: AutoscalerLimits, request: ResourceRequest) -> str:
     descriptions = []
     for name, (node, max_count) in limits.node_types.items():
         if any(request.capacity_of([node])):
-            resources = " and ".join(
-                f"{node.resources[name]:g} {name}" for name in ("GPU", "CPU") if node.resources.get(name)
-            )
-            descriptions.append(
-                f"{name} ({resources}{f'; max_workers: {max_count}' if max_count < limits.max_nodes else ''})"
-            )
+            amounts = [f"{node.resources[key]:g} {key}" for key in ("GPU", "CPU") if node.resources.get(key)]
+            limit = f"; max_workers: {max_count}" if max_count < limits.max_nodes else ""
+            descriptions.append(f"{name} ({' and '.join(amounts)}{limit})")
     return f"{', '.join(descriptions) or 'no node type'}; max_workers: {limits.max_nodes} over all types"
 
 
 def suggest_fix(limits: AutoscalerLimits, request: ResourceRequest, required: Capacity) -> str:
     """Suggest a change of the autoscaler's file that gives capacity for `required`."""
-    required_total = sum(required)
-    if fits(limits._replace(max_nodes=required_total), request, required):
+    total = sum(required)
+
+    def suffices(changed_limits: AutoscalerLimits) -> bool:
+        return min_node_counts(changed_limits, request, required) is not None
+
+    if suffices(limits._replace(max_nodes=total)):
         return f"raise max_workers, {limits.max_nodes} over all types,"
     for name, (node, max_count) in limits.node_types.items():
-        if fits(limits._replace(node_types={**limits.node_types, name: (node, required_total)}), request, required):
+        if suffices(limits._replace(node_types={**limits.node_types, name: (node, total)})):
             return f"raise max_workers of {name}, {max_count},"
-    unlimited_types = {name: (node, required_total) for name, (node, _) in limits.node_types.items()}
-    if fits(AutoscalerLimits(limits.head_nodes, unlimited_types, required_total), request, required):
+    unlimited_types = {name: (node, total) for name, (node, _) in limits.node_types.items()}
+    if suffices(AutoscalerLimits(limits.head_nodes, unlimited_types, total)):
         return "raise max_workers, of these types and over all types,"
     return "add a node type with the missing resources,"

@@ -12,8 +12,7 @@ from typing import Any, Final
 
 import yaml
 
-from rtrain.cluster.checks.yaml_document import require_mapping, require_number
-from rtrain.cluster.instance_types import INSTANCES
+from rtrain.cluster.cluster_file import INSTANCES, require_mapping, require_number
 from rtrain.core.errors import ConfigError, Problem
 
 WORKER_KEY: Final = "worker"
@@ -27,8 +26,6 @@ DEFAULT_INTERRUPTION_RATE: Final = 0.01
 
 @dataclass(frozen=True)
 class Price:
-    """Hourly price of a node."""
-
     on_demand: float
     spot: float
     interruptions: float
@@ -40,20 +37,18 @@ class Price:
 
 def load_price_table(file: Path | None = None, metadata: Mapping[str, Any] | None = None) -> dict[str, Price]:
     """Prices by instance type: list prices, overridden by `load_user_prices`. Raises `ConfigError`."""
-    return {instance.name: make_price(instance.dollars_per_hour) for instance in INSTANCES} | load_user_prices(
-        file, metadata
-    )
+    list_prices = {instance.name: make_price(instance.dollars_per_hour) for instance in INSTANCES}
+    return list_prices | load_user_prices(file, metadata)
 
 
 def load_user_prices(file: Path | None, metadata: Mapping[str, Any] | None) -> dict[str, Price]:
     """The user's prices: from the `metadata` of a cluster file, overridden by the price file. Raises `ConfigError` for
     every invalid entry."""
-    metadata_prices = require_mapping(require_mapping(metadata, "metadata").get("prices"), "metadata.prices")
-    parsed_prices = {
-        str(name): make_price(require_number(dollars, f"metadata.prices.{name}"))
-        for name, dollars in metadata_prices.items()
+    entries = require_mapping(require_mapping(metadata, "metadata").get("prices"), "metadata.prices")
+    prices = {
+        str(name): make_price(require_number(dollars, f"metadata.prices.{name}")) for name, dollars in entries.items()
     }
-    return parsed_prices if file is None else parsed_prices | read_price_file(file)
+    return prices if file is None else prices | read_price_file(file)
 
 
 def make_price(on_demand: float, spot: float | None = None, interruptions: float | None = None) -> Price:
@@ -72,38 +67,38 @@ def read_price_file(file: Path) -> dict[str, Price]:
     entry `worker` is the price of a worker hour on any node. Raises `ConfigError`."""
     if not file.is_file():
         fix = "write one with rtrain plan --write-prices FILE, or name none: --set cluster.prices=null"
-        raise ConfigError([Problem("cluster.prices", str(file), "no such file", fix, code="not_found")])
+        raise ConfigError([_file_problem(file, "no such file", fix, "not_found")])
     try:
         document = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (yaml.YAMLError, ValueError) as error:  # ValueError: invalid bytes or dates
-        raise ConfigError(
-            [Problem("cluster.prices", str(file), f"no YAML ({error})", "write it again", code="unreadable")]
-        ) from None
-    prices: dict[str, Price] = {}
-    problems: list[Problem] = []
-    for name, entry in (document if isinstance(document, dict) else {None: document}).items():
-        entry = entry if isinstance(entry, dict) else {}
-        is_valid = "on_demand" in entry and entry.keys() <= set(PRICE_KEYS) and all(map(_is_price, entry.values()))
-        if is_valid:
-            prices[str(name)] = make_price(**entry)
-        else:
-            reason = f"{name} needs non-negative numbers {', '.join(PRICE_KEYS)}; {PRICE_KEYS[0]} is required"
-            problems.append(
-                Problem(
-                    "cluster.prices",
-                    str(file),
-                    reason,
-                    f"write {name}: {{on_demand: 1.00, spot: 0.40}}",
-                    code="wrong_type",
-                )
-            )
+        raise ConfigError([_file_problem(file, f"no YAML ({error})", "write it again", "unreadable")]) from None
+    entries = document if isinstance(document, dict) else {None: document}
+    problems = [
+        _file_problem(
+            file,
+            f"{name} needs non-negative numbers {', '.join(PRICE_KEYS)}; {PRICE_KEYS[0]} is required",
+            f"write {name}: {{on_demand: 1.00, spot: 0.40}}",
+            "wrong_type",
+        )
+        for name, entry in entries.items()
+        if not _is_entry(entry)
+    ]
     if problems:
         raise ConfigError(problems)
-    return prices
+    return {str(name): make_price(**entry) for name, entry in entries.items()}
 
 
-def _is_price(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+def _file_problem(file: Path, reason: str, fix: str, code: str) -> Problem:
+    return Problem("cluster.prices", str(file), reason, fix, code=code)
+
+
+def _is_entry(entry: Any) -> bool:
+    if not isinstance(entry, dict) or "on_demand" not in entry or not entry.keys() <= set(PRICE_KEYS):
+        return False
+    return all(
+        isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < math.inf
+        for value in entry.values()
+    )
 
 
 FILE_HEADER: Final = """\

@@ -85,22 +85,21 @@ class AwsPoller:
     def __call__(self) -> PreemptionNotice | None:
         if (body := self._get("/latest/meta-data/spot/instance-action")) is not None:
             action = json.loads(body)
-            return PreemptionNotice(f"spot {action['action']}", _parse_iso_time(action["time"]))
+            return PreemptionNotice(f"spot {action['action']}", datetime.fromisoformat(action["time"]).timestamp())
         if (body := self._get("/latest/meta-data/events/recommendations/rebalance")) is not None:
-            return PreemptionNotice(
-                "rebalance recommended", _parse_iso_time(json.loads(body)["noticeTime"]), is_final=False
-            )
+            noticed_at = datetime.fromisoformat(json.loads(body)["noticeTime"]).timestamp()
+            return PreemptionNotice("rebalance recommended", noticed_at, is_final=False)
         return None
 
     def _get(self, path: str) -> str | None:
-        for is_last_try in (False, True):
+        for is_first_try in (True, False):
             if self._token is None:
                 ttl_header = {"X-aws-ec2-metadata-token-ttl-seconds": str(TOKEN_TTL_S)}
                 self._token = self.service.fetch("/latest/api/token", ttl_header, method="PUT")
             try:
                 return self.service.fetch(path, {"X-aws-ec2-metadata-token": self._token or ""})
             except urllib.error.HTTPError as error:
-                if error.code != 401 or is_last_try:
+                if error.code != 401 or not is_first_try:
                     raise
                 self._token = None  # the token expired
         raise AssertionError("the second answer is given or raised")
@@ -129,9 +128,8 @@ class AzurePoller:
     def __call__(self) -> PreemptionNotice | None:
         body = self._get("/metadata/scheduledevents?api-version=2020-07-01")
         for event in json.loads(body or "{}").get("Events", []):
-            if event.get("EventType") in ("Preempt", "Terminate") and self._names_this_instance(
-                event.get("Resources") or []
-            ):
+            is_final = event.get("EventType") in ("Preempt", "Terminate")
+            if is_final and self._names_this_instance(event.get("Resources") or []):
                 not_before = event.get("NotBefore")
                 deadline = parsedate_to_datetime(not_before).timestamp() if not_before else time.time() + self.notice_s
                 return PreemptionNotice(f"scheduled event {event['EventType']}", deadline)
@@ -146,21 +144,12 @@ class AzurePoller:
         return self.service.fetch(path, {"Metadata": "true"})
 
 
-def _parse_iso_time(text: str) -> float:
-    return datetime.fromisoformat(text).timestamp()
-
-
-class CloudPolling(NamedTuple):
-    make_poller: Callable[[MetadataService], Poller]
-    interval_s: float
-    """Polling interval: a small fraction of the notice period."""
-
-
-CLOUDS = {
-    "aws": CloudPolling(AwsPoller, 2.0),
-    "gcp": CloudPolling(GcpPoller, 1.0),
-    "azure": CloudPolling(AzurePoller, 1.0),
+POLLERS: dict[str, tuple[Callable[[MetadataService], Poller], float]] = {
+    "aws": (AwsPoller, 2.0),
+    "gcp": (GcpPoller, 1.0),
+    "azure": (AzurePoller, 1.0),
 }
+"""The poller of each cloud, and its interval in seconds: a small fraction of the notice period."""
 
 
 def poll_until_notice(
@@ -199,24 +188,20 @@ def drain_node(
         try:
             head_address = address or ray_internals.local_cluster_address()
             instance_id = os.environ.get("RAY_CLOUD_INSTANCE_ID")
-            node_ids = (
-                ray_internals.drain_local_nodes(
+            node_ids = []
+            if head_address:
+                node_ids = ray_internals.drain_local_nodes(
                     head_address, instance_id, notice.reason, notice.deadline, DRAIN_TIMEOUT_S
                 )
-                if head_address
-                else []
-            )
             failure = "no Ray node runs on this machine"
         except Exception as error:  # of any kind: retry until the deadline
             node_ids, failure = [], f"{type(error).__name__}: {error}"
         if node_ids:
-            log(f"drained until {_format_time(notice.deadline)}: {', '.join(node_ids)}")
+            end_time = time.strftime("%H:%M:%S UTC", time.gmtime(notice.deadline))
+            log(f"drained until {end_time}: {', '.join(node_ids)}")
             return node_ids
-        is_gone = (
-            startup_grace_s is not None
-            and time.monotonic() - start_time >= startup_grace_s
-            and not ray_internals.local_node_ids()
-        )
+        has_waited = startup_grace_s is not None and time.monotonic() - start_time >= startup_grace_s
+        is_gone = has_waited and not ray_internals.local_node_ids()
         if is_gone or time.time() + RETRY_INTERVAL_S > notice.deadline:
             log(f"not drained: {failure}")
             return []
@@ -254,10 +239,6 @@ def wait_for_node_exit(notice: PreemptionNotice) -> None:
         time.sleep(RETRY_INTERVAL_S)
 
 
-def _format_time(seconds: float) -> str:
-    return time.strftime("%H:%M:%S UTC", time.gmtime(seconds))
-
-
 def _log(text: str) -> None:
     sys.stderr.write(f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} rtrain spot: {text}\n")
     sys.stderr.flush()
@@ -265,10 +246,9 @@ def _log(text: str) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Exit with 0 once the node is drained, else with 1."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rtrain.cluster.spot_watcher", description="Drain a spot node in time."
-    )
-    parser.add_argument("cloud", choices=[*CLOUDS, "now"])
+    prog = "python -m rtrain.cluster.spot_watcher"
+    parser = argparse.ArgumentParser(prog=prog, description="Drain a spot node in time.")
+    parser.add_argument("cloud", choices=[*POLLERS, "now"])
     parser.add_argument("--address", help="HOST:PORT of the head; default: the local node's")
     parser.add_argument("--metadata", default=LINK_LOCAL, help="address of the metadata service")
     parser.add_argument("--every", type=float, help="polling interval in seconds")
@@ -291,12 +271,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     with options.lock.open("a+") as lock:
         if not acquire_lock(lock, _log):
             sys.exit(1)
-        cloud = CLOUDS[options.cloud]
-        poll, interval_s = cloud.make_poller(MetadataService(options.metadata)), options.every or cloud.interval_s
+        make_poller, default_interval_s = POLLERS[options.cloud]
+        poll, interval_s = make_poller(MetadataService(options.metadata)), options.every or default_interval_s
         _log(f"asking {options.metadata} each {interval_s:g} s")
-        notice = poll_until_notice(
-            poll, interval_s, _log, lambda notice: notice.is_final or options.on_rebalance == "drain"
-        )
+        drains_early = options.on_rebalance == "drain"
+        notice = poll_until_notice(poll, interval_s, _log, lambda notice: notice.is_final or drains_early)
         seconds_left = notice.deadline - time.time()
         _log(f"{notice.reason}: {seconds_left:.0f} s from now" if notice.is_final else notice.reason)
         if not notice.is_final:  # the time of the recommendation, not of an end

@@ -8,7 +8,6 @@ checkpoint. If the head is lost, the job must be submitted again: exit code 75 t
 import fcntl
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
+from rtrain.cluster import capacity
 from rtrain.cluster.connection import JOB_CONFIG_VARIABLE
 from rtrain.core import signals
 from rtrain.core.errors import ConfigError, TemporaryFailureError, UserError
@@ -29,6 +29,7 @@ FORWARDED_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 CONNECT_TIMEOUT_S = 5.0
 MAX_CRASHES = 3
 """Maximum crashes of the driver without a new checkpoint in between."""
+DRAFT_SUFFIX = ".draft"
 
 
 def should_supervise() -> bool:
@@ -55,14 +56,12 @@ def _run_until_exit(arguments: Sequence[str], run: Path) -> int:
         code = run_child(arguments)
         if code >= 0 or -code in FORWARDED_SIGNALS:
             return job_exit_code(code if code >= 0 else 128 - code, is_head_reachable)
-        progress = find_newest_checkpoints(run)
+        progress, signal_name = find_newest_checkpoints(run), signal.Signals(-code).name
         crashes = 1 if progress > best_progress else crashes + 1
         best_progress = max(best_progress, progress)
-        signal_name = signal.Signals(-code).name
         if crashes > MAX_CRASHES:
-            sys.stderr.write(
-                f"rtrain: the driver was killed by {signal_name}, {crashes} times without a new checkpoint\n"
-            )
+            message = f"{crashes} times without a new checkpoint"
+            sys.stderr.write(f"rtrain: the driver was killed by {signal_name}, {message}\n")
             return 1
         restart_point = progress[-1] if progress else "the start"
         sys.stderr.write(f"rtrain: the driver was killed by {signal_name}; restarting it from {restart_point}\n")
@@ -88,11 +87,7 @@ def is_head_reachable() -> bool:
     host, _, port = os.environ.get("RAY_ADDRESS", "").rpartition(":")
     if not host or not port.isdigit():
         return True
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError:
-        return False
-    return True
+    return capacity.accepts_connections((host.strip("[]"), int(port)), CONNECT_TIMEOUT_S)
 
 
 def find_newest_checkpoints(run: Path) -> tuple[str, ...]:
@@ -134,9 +129,6 @@ def run_child(arguments: Sequence[str]) -> int:
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-
-
-DRAFT_SUFFIX = ".draft"
 
 
 def _registry_folder() -> Path:

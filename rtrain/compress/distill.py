@@ -13,15 +13,13 @@ from rtrain.config import Config
 from rtrain.config.recipe import STUDENT_SETTINGS
 from rtrain.core import engines, events, json_files, run_folder
 from rtrain.core.errors import ConfigError, Problem, UserError
-from rtrain.data import row_reader
-from rtrain.data.augment import word_replacement
-from rtrain.data.sources import digests
+from rtrain.data import augment, row_reader, sources
 from rtrain.evaluation import gate
 from rtrain.inference import artifact, score
-from rtrain.models import builder, pooling, position_embeddings
-from rtrain.runs import controller, prepare as runs_prepare, run_folders, worker_group
+from rtrain.models import builder, long_texts, pooling
+from rtrain.runs import controller, prepare as runs_prepare, run_folders, worker_pool
 from rtrain.tasks import base
-from rtrain.trainer import feature_distillation
+from rtrain.trainer import losses
 
 OUTPUT_SCALE_FACTS = ("mean", "std", "heads")
 """Facts of a head that set the scale of its outputs."""
@@ -43,8 +41,7 @@ class Teacher:
         return cls(folder, metadata)
 
     def shares_tokenizer(self, model_folder: Path) -> bool:
-        """Whether a model has the teacher's tokenizer."""
-        return digests.hash_tokenizer(self.folder) == digests.hash_tokenizer(model_folder)
+        return sources.hash_tokenizer(self.folder) == sources.hash_tokenizer(model_folder)
 
 
 def run_distillation(
@@ -55,7 +52,7 @@ def run_distillation(
     on_event: controller.OnEvent | None = None,
     *,
     until: int | None = None,
-    workers: worker_group.BaseWorkerGroup | None = None,
+    workers: worker_pool.BaseWorkerGroup | None = None,
 ) -> tuple[Path, dict[str, Any]]:
     """Distill the artifact of `teacher_run` into a new run at `folder`; returns the run's folder and its summary.
 
@@ -147,9 +144,7 @@ def derive_student_config(config: Config, teacher: Teacher, root: Path) -> Confi
     if settings.augmented_copies and not (
         settings.augmented_rows_path and Path(settings.augmented_rows_path).is_file()
     ):
-        derived["distill.augmented_rows_path"] = str(
-            word_replacement.build_or_open_copies(config.recipe, root).absolute()
-        )
+        derived["distill.augmented_rows_path"] = str(augment.build_or_open_copies(config.recipe, root).absolute())
     depth = None if settings.student is not None else student.count_layers(teacher.folder)
     document = json_files.load_json_object(teacher.folder / "config.json")
     source_layers = depth if depth is None else student.count_source_layers(settings, document, depth)
@@ -161,18 +156,8 @@ def derive_student_config(config: Config, teacher: Teacher, root: Path) -> Confi
     # The student starts with the teacher's head, which was trained on this pooling.
     teacher_pooling = teacher.metadata.facts.get(pooling.FACT, "own")
     if pooling_setting not in ("auto", teacher_pooling):
-        fix = f"write {teacher_pooling}, or leave it out"
-        raise ConfigError(
-            [
-                Problem(
-                    "model.pooling",
-                    pooling_setting,
-                    f"the teacher was trained with {teacher_pooling}",
-                    fix,
-                    code="conflicting_settings",
-                )
-            ]
-        )
+        reason, fix = f"the teacher was trained with {teacher_pooling}", f"write {teacher_pooling}, or leave it out"
+        raise ConfigError([Problem("model.pooling", pooling_setting, reason, fix, code="conflicting_settings")])
     start = student.create_student(teacher.folder, settings, root / run_folders.STUDENTS_FOLDER)
     return configuration.with_overrides(config, {**derived, "model.name": str(start), "model.pooling": teacher_pooling})
 
@@ -180,36 +165,23 @@ def derive_student_config(config: Config, teacher: Teacher, root: Path) -> Confi
 def load_co_teachers(config: Config, teacher: Teacher) -> list[Teacher]:
     """Load the models of `distill.teachers`. Raises `ConfigError` if their outputs cannot be averaged with the
     teacher's."""
-    loaded_teachers: list[Teacher] = []
-    problems: list[Problem] = []
-    for name in config.recipe.distill.teachers:
-        co_teacher = Teacher.load(run_folder.resolve_run(Path(name)).artifact)
-        loaded_teachers.append(co_teacher)
+    names, problems = config.recipe.distill.teachers, []
+    co_teachers = [Teacher.load(run_folder.resolve_run(Path(name)).artifact) for name in names]
+    for name, co_teacher in zip(names, co_teachers, strict=True):
         if reason := _explain_mismatch(co_teacher.metadata, teacher.metadata):
-            problems.append(
-                Problem(
-                    "distill.teachers", name, reason, "name a run of the same rows and settings", code="model_mismatch"
-                )
-            )
-    versions = [model.metadata.version for model in (teacher, *loaded_teachers)]
-    problems += [
-        Problem(
-            "distill.teachers",
-            name,
-            "it is listed twice, or is the teacher itself",
-            "name each run once",
-            code="duplicate_name",
-        )
-        for name, model in zip(config.recipe.distill.teachers, loaded_teachers, strict=True)
-        if versions.count(model.metadata.version) > 1
-    ]
+            fix = "name a run of the same rows and settings"
+            problems.append(Problem("distill.teachers", name, reason, fix, code="model_mismatch"))
+    versions = [model.metadata.version for model in (teacher, *co_teachers)]
+    for name, co_teacher in zip(names, co_teachers, strict=True):
+        if versions.count(co_teacher.metadata.version) > 1:
+            reason, fix = "it is listed twice, or is the teacher itself", "name each run once"
+            problems.append(Problem("distill.teachers", name, reason, fix, code="duplicate_name"))
     if problems:
         raise ConfigError(problems)
-    return loaded_teachers
+    return co_teachers
 
 
 def _explain_mismatch(metadata: artifact.Artifact, teacher_metadata: artifact.Artifact) -> str:
-    """Explain why two models' outputs cannot be averaged; empty if they can."""
     if metadata.task != teacher_metadata.task:
         return f"its task is {metadata.task}, the teacher's is {teacher_metadata.task}"
     if metadata.labels != teacher_metadata.labels:
@@ -221,42 +193,31 @@ def _explain_mismatch(metadata: artifact.Artifact, teacher_metadata: artifact.Ar
 
 def find_problems(config: Config, teacher: Teacher, weights: Path) -> list[Problem]:
     """List the problems of a student that starts from the model folder `weights`."""
-    recipe = config.recipe
+    recipe, distill = config.recipe, config.recipe.distill
     teachers = (teacher, *load_co_teachers(config, teacher))
     problems = check_text_length(config, teachers)
     problems += [] if all(model.shares_tokenizer(weights) for model in teachers) else _check_tokenizer(config, weights)
-    if feature_distillation.is_enabled(recipe.distill):
-        problems += feature_distillation.check_feature_distillation(recipe, weights, teacher.folder)
-    if recipe.distill.confidence and recipe.distill.unlabeled_rows_path is None and not recipe.distill.augmented_copies:
+    if losses.is_enabled(distill):
+        problems += losses.check_feature_distillation(recipe, weights, teacher.folder)
+    if distill.confidence and distill.unlabeled_rows_path is None and not distill.augmented_copies:
+        reason = "there are no unlabeled rows to select"
         fix = "name them with distill.unlabeled_rows_path, write distill.augmented_copies, or leave it out"
-        problems.append(
-            Problem(
-                "distill.confidence",
-                recipe.distill.confidence,
-                "there are no unlabeled rows to select",
-                fix,
-                code="conflicting_settings",
-            )
-        )
-    if recipe.distill.confidence and base.get_task(recipe.task).output == "number":
+        problems.append(Problem("distill.confidence", distill.confidence, reason, fix, code="conflicting_settings"))
+    if distill.confidence and base.get_task(recipe.task).output == "number":
         reason = "the teacher gives a number and does not say how sure it is"
-        problems.append(
-            Problem("distill.confidence", recipe.distill.confidence, reason, "leave it out", code="unsupported")
-        )
+        problems.append(Problem("distill.confidence", distill.confidence, reason, "leave it out", code="unsupported"))
     return problems
 
 
 def check_text_length(config: Config, teachers: Iterable[Teacher]) -> list[Problem]:
     """Check that the teachers' models have enough positions for the student's texts."""
-    window_tokens = config.recipe.data.window_tokens
-    problems = []
+    window_tokens, problems = config.recipe.data.window_tokens, []
     for teacher in teachers:
-        max_positions = position_embeddings.max_text_tokens(json_files.load_json_object(teacher.folder / "config.json"))
+        max_positions = long_texts.max_text_tokens(json_files.load_json_object(teacher.folder / "config.json"))
         if max_positions and window_tokens > max_positions:
             reason = f"the teacher {teacher.folder} reads {max_positions} tokens at most"
-            problems.append(
-                Problem("data.max_tokens", window_tokens, reason, f"write {max_positions} or less", code="out_of_range")
-            )
+            fix = f"write {max_positions} or less"
+            problems.append(Problem("data.max_tokens", window_tokens, reason, fix, code="out_of_range"))
     return problems
 
 
@@ -268,55 +229,34 @@ def _check_masked_lm(config: Config, teacher: Teacher) -> list[Problem]:
     """
     if teacher.metadata.labels:
         return []
-    distill, reason = (
-        config.recipe.distill,
-        f"the teacher predicts tokens of its vocabulary ({teacher.metadata.task})",
-    )
-    fix = (
-        "write distill.alpha=0 and distill.hidden_loss_weight or distill.relation_loss_weight, or distill a model "
-        "that was fine-tuned from it"
-    )
-    problems = []
-    if distill.alpha or not feature_distillation.is_enabled(distill):
-        problems.append(
-            Problem(
-                "distill.alpha", distill.alpha, f"{reason}, and these logits are not stored", fix, code="unsupported"
-            )
+    distill, problems = config.recipe.distill, []
+    predicts = f"the teacher predicts tokens of its vocabulary ({teacher.metadata.task})"
+    if distill.alpha or not losses.is_enabled(distill):
+        reason = f"{predicts}, and these logits are not stored"
+        fix = (
+            "write distill.alpha=0 and distill.hidden_loss_weight or distill.relation_loss_weight, or distill a model "
+            "that was fine-tuned from it"
         )
+        problems.append(Problem("distill.alpha", distill.alpha, reason, fix, code="unsupported"))
     for name in ("unlabeled_rows_path", "augmented_copies", "teachers"):
         if value := getattr(distill, name):
-            problems.append(
-                Problem(
-                    f"distill.{name}",
-                    value,
-                    f"{reason}, so it gives no label to these rows",
-                    "leave it out",
-                    code="unsupported",
-                )
-            )
+            reason = f"{predicts}, so it gives no label to these rows"
+            problems.append(Problem(f"distill.{name}", value, reason, "leave it out", code="unsupported"))
     if config.recipe.compress.vocabulary == "trim":
-        cut = "the student's text blocks would differ from the teacher's, so the gate could not compare them"
-        problems.append(Problem("compress.vocabulary", "trim", cut, "write keep", code="unsupported"))
+        reason = "the student's text blocks would differ from the teacher's, so the gate could not compare them"
+        problems.append(Problem("compress.vocabulary", "trim", reason, "write keep", code="unsupported"))
     return problems
 
 
 def _check_tokenizer(config: Config, weights: Path) -> list[Problem]:
     """Check the settings of a student whose tokenizer differs from the teacher's."""
     recipe, mismatch = config.recipe, f"{weights} has another tokenizer than the teacher"
-    fix = "name a student with the teacher's tokenizer"
-    problems = []
+    fix, problems = "name a student with the teacher's tokenizer", []
     if base.get_task(recipe.task).is_token_level:
         reason = f"{mismatch}, and {recipe.task} predicts each token"
         problems.append(Problem("distill.student", recipe.distill.student, reason, fix, code="tokenizer_mismatch"))
-    for name in feature_distillation.WEIGHT_SETTINGS:
+    for name in losses.WEIGHT_SETTINGS:
         if weight := getattr(recipe.distill, name):
-            problems.append(
-                Problem(
-                    f"distill.{name}",
-                    weight,
-                    f"{mismatch}, and it compares tokens",
-                    f"{fix}, or write 0",
-                    code="tokenizer_mismatch",
-                )
-            )
+            reason, field = f"{mismatch}, and it compares tokens", f"distill.{name}"
+            problems.append(Problem(field, weight, reason, f"{fix}, or write 0", code="tokenizer_mismatch"))
     return problems

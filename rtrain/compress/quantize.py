@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from rtrain import config as configuration
-from rtrain.compress import calibrate, fallback
+from rtrain.compress import calibrate
 from rtrain.config import Recipe
 from rtrain.config.recipe import QuantizeConfig
 from rtrain.core import engines, events
@@ -26,7 +26,7 @@ from rtrain.core.run_folder import Run, resolve_artifact
 from rtrain.data.store.store import Store
 from rtrain.evaluation import gate, gate_table
 from rtrain.inference import artifact, drift_baseline, predictor as inference_predictor, score
-from rtrain.models import int8_support
+from rtrain.models import precision
 from rtrain.tasks import base
 
 SERVING_FILES = ("tokenizer.json", "tokenizer_config.json", "config.json")
@@ -89,16 +89,11 @@ def run_quantization(
         report |= {
             "engine": metadata.engine,
             "kind": recipe.quantize.kind,
-            "host": asdict(int8_support.detect_int8()),
+            "host": asdict(precision.detect_int8()),
             **graph_report,
         }
         metadata = replace(metadata, metrics={"test": report["test"]})
-        artifact.write_artifact(
-            draft,
-            metadata,
-            inference_predictor.compute_golden_logits,
-            inference_predictor.make_golden_inputs(base.get_task(metadata.task), Head(metadata.labels, metadata.facts)),
-        )
+        _write_artifact(draft, metadata)
         if recipe.quantize.compressed:
             compress_graph(draft)
         report["size_mb"] = round(artifact.model_size_mb(draft, metadata.engine), 2)
@@ -137,58 +132,42 @@ def check_engine_support(settings: QuantizeConfig, predicts_tokens: bool = False
         UserError: the engine is not installed.
         ConfigError: the engine does not support a setting.
     """
-    engine = settings.engine
-    entry = engines.get_engine(engine)
-    engines.require_libraries(engine, entry.libraries)
-    if settings.embedding_dtype == "int4" and not entry.supports_int4_embedding:
-        capable_engines = " or ".join(
-            name for name in engines.list_quantized_engines() if engines.get_engine(name).supports_int4_embedding
-        )
-        reason = f"{engine} has no 4-bit embedding table"
-        raise ConfigError(
-            [
-                Problem(
-                    "quantize.embedding_dtype",
-                    "int4",
-                    reason,
-                    f"write int8, or quantize.engine={capable_engines}",
-                    code="unsupported",
-                )
-            ]
-        )
-    if settings.embedding_dtype == "int4" and predicts_tokens:
+    entry = engines.get_engine(settings.engine)
+    engines.require_libraries(settings.engine, entry.libraries)
+    if settings.embedding_dtype != "int4" or (entry.supports_int4_embedding and not predicts_tokens):
+        return
+    if entry.supports_int4_embedding:
         reason = "the output layer shares the int8 word table, so a 4-bit copy would add bytes"
-        raise ConfigError(
-            [
-                Problem(
-                    "quantize.embedding_dtype",
-                    "int4",
-                    reason,
-                    "write quantize.embedding_dtype=int8",
-                    code="unsupported",
-                )
-            ]
+        fix = "write quantize.embedding_dtype=int8"
+    else:
+        names = engines.list_quantized_engines()
+        capable_engines = " or ".join(name for name in names if engines.get_engine(name).supports_int4_embedding)
+        reason, fix = (
+            f"{settings.engine} has no 4-bit embedding table",
+            f"write int8, or quantize.engine={capable_engines}",
         )
+    raise ConfigError([Problem("quantize.embedding_dtype", "int4", reason, fix, code="unsupported")])
 
 
 def _lineage_fields(settings: QuantizeConfig, graph_report: dict[str, Any]) -> dict[str, Any]:
     """Fields of the lineage: the settings of the quantization."""
-    table = {"embedding_dtype": settings.embedding_dtype} if settings.embedding_dtype == "int4" else {}
+    table = {"embedding_dtype": "int4"} if settings.embedding_dtype == "int4" else {}
     if settings.kind == "weights":
         return {"kind": settings.kind, **table}
-    reverted = graph_report.get("fallback", {}).get("reverted")
-    flips = (
-        {}
-        if settings.max_changed_predictions is None
-        else {"max_changed_predictions": settings.max_changed_predictions}
-    )
+    limit, reverted = settings.max_changed_predictions, graph_report.get("fallback", {}).get("reverted")
     return {
         "calibration_rows": settings.calibration_rows,
         **table,
-        **flips,
+        **({} if limit is None else {"max_changed_predictions": limit}),
         **({"overflow_fix": True} if settings.overflow_fix else {}),
         **({"reverted": reverted} if reverted else {}),
     }
+
+
+def _write_artifact(draft: Path, metadata: artifact.Artifact) -> None:
+    """Write artifact.json, with new golden answers."""
+    inputs = inference_predictor.make_golden_inputs(base.get_task(metadata.task), Head(metadata.labels, metadata.facts))
+    artifact.write_artifact(draft, metadata, inference_predictor.compute_golden_logits, inputs)
 
 
 def format_report(report: dict[str, Any]) -> str:
@@ -204,10 +183,7 @@ def format_report(report: dict[str, Any]) -> str:
     width = max(len(name) for name, *_ in rows)
     table = [f"{name:<{width}}  {old:>10}  {new:>10}" for name, old, new in [("", "float", "int8"), *rows]]
     rows_note = f" (of the first {report['changed_share_rows']:,} rows)" if "changed_share_rows" in report else ""
-    changed_share, logit_difference = (
-        report["batch_changed_share"],
-        report["batch_max_logit_difference"],
-    )
+    changed_share, logit_difference = report["batch_changed_share"], report["batch_max_logit_difference"]
     return "\n".join(
         [
             f"{quantized_scores['rows']:,} test rows, {report['seconds']:.0f} s",
@@ -241,37 +217,29 @@ def _format_score_warning(report: dict[str, Any]) -> list[str]:
 
 
 def _format_graph(report: dict[str, Any]) -> list[str]:
-    """Format the export check, the fall-back and the int8 support of this processor."""
     lines = []
     if (export := report.get("export")) is not None:
         lines.append(
             f"exported graph: logits as PyTorch's to {export['max_difference']:.1e}, on {export['rows']} training "
-            "rows of "
-            f"{export['buckets']} lengths"
+            f"rows of {export['buckets']} lengths"
         )
-    if (fallback_report := report.get("fallback")) is not None:
-        count, operation_count = len(fallback_report["reverted"]), fallback_report["operations"]
-        shortfall = (
-            ""
-            if fallback_report["is_within_limit"]
-            else f", more than the limit of {fallback_report['max_changed_share']:.2%}"
-        )
+    if (result := report.get("fallback")) is not None:
+        is_short = not result["is_within_limit"]
+        shortfall = f", more than the limit of {result['max_changed_share']:.2%}" if is_short else ""
         lines.append(
-            f"fall-back: {count} of {operation_count} operations in float; of {fallback_report['rows']:,} training "
-            "rows' answers "
-            f"{fallback_report['changed_share_before']:.2%} differed, now "
-            f"{fallback_report['changed_share']:.2%}{shortfall} "
-            f"({fallback_report['seconds']:.0f} s)"
+            f"fall-back: {len(result['reverted'])} of {result['operations']} operations in float; of "
+            f"{result['rows']:,} training rows' answers {result['changed_share_before']:.2%} differed, now "
+            f"{result['changed_share']:.2%}{shortfall} ({result['seconds']:.0f} s)"
         )
-        lines += [f"  in float: {name}" for name in fallback_report["reverted"]]
-    if fallback_report and fallback_report["reverted"]:
-        latency_text = ", ".join(
-            f"{entry['ms']:.2f} ms in place of {entry['int8_ms']:.2f} ({entry['bucket']})"
-            for entry in fallback_report["latency"]
-        )
-        lines.append(f"  it costs {fallback_report['megabytes_added']:.1f} MB; {latency_text}")
+        lines += [f"  in float: {name}" for name in result["reverted"]]
+        if result["reverted"]:
+            latency_text = ", ".join(
+                f"{entry['ms']:.2f} ms in place of {entry['int8_ms']:.2f} ({entry['bucket']})"
+                for entry in result["latency"]
+            )
+            lines.append(f"  it costs {result['megabytes_added']:.1f} MB; {latency_text}")
     if (host := report.get("host")) is not None:
-        lines.append(int8_support.Int8Support(**host).summary)
+        lines.append(precision.Int8Support(**host).summary)
     return lines
 
 
@@ -282,14 +250,7 @@ def compress_graph(draft: Path) -> None:
         # No timestamp, so that the same graph has the same bytes.
         (draft / f"{path.name}{engines.COMPRESSED_SUFFIX}").write_bytes(gzip.compress(path.read_bytes(), mtime=0))
         path.unlink()
-    head = Head(metadata.labels, metadata.facts)
-    metadata = replace(metadata, golden=(), lineage={**metadata.lineage, "compressed": True})
-    artifact.write_artifact(
-        draft,
-        metadata,
-        inference_predictor.compute_golden_logits,
-        inference_predictor.make_golden_inputs(base.get_task(metadata.task), head),
-    )
+    _write_artifact(draft, replace(metadata, golden=(), lineage={**metadata.lineage, "compressed": True}))
 
 
 def measure_quantization(
@@ -323,11 +284,11 @@ def measure_quantization(
 
     def changed_share(left: score.PredictedRows, right: score.PredictedRows, rows: Ints) -> float:
         targets = store.targets("test", rows)
-        left_answers, right_answers = (
-            fallback.collect_graph_answers(predictor.task, predictor.head, side, targets).answers
-            for side in (left, right)
+        answers = (
+            calibrate.collect_graph_answers(predictor.task, predictor.head, predicted, targets).answers
+            for predicted in (left, right)
         )
-        return fallback.changed_share(left_answers, right_answers)
+        return calibrate.changed_share(*answers)
 
     report = {
         "test": score.compute_scores(predictor, batched, store),
@@ -353,11 +314,7 @@ def _count_rows_in_memory(predictor: inference_predictor.Predictor, store: Store
 def max_logit_difference(left: Sequence[Floats], right: Sequence[Floats]) -> float:
     """Largest logit difference of the same rows; 0 for rows without a masked token."""
     return max(
-        (
-            float(np.abs(left_logits - right_logits).max(initial=0.0))
-            for left_logits, right_logits in zip(left, right, strict=True)
-        ),
-        default=0.0,
+        (float(np.abs(one - other).max(initial=0.0)) for one, other in zip(left, right, strict=True)), default=0.0
     )
 
 

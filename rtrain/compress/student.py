@@ -4,18 +4,17 @@ import json
 import math
 import re
 import shutil
-import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain.config import DistillConfig
-from rtrain.core import atomic_write, json_files
+from rtrain.core import json_files
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.inference import artifact
-from rtrain.models import pooling, tokenizer_files
-from rtrain.models.auto_classes import auto_class
-from rtrain.models.layerwise_lr import spaced_layers
+from rtrain.models import model_files
+from rtrain.models.model_files import auto_class
+from rtrain.models.network_parts import spaced_layers
 from rtrain.tasks import base
 
 if TYPE_CHECKING:
@@ -77,9 +76,8 @@ def create_student(teacher: Path, settings: DistillConfig, root: Path) -> Path:
         fix = f"write {depth - 1} or less" if layers >= depth > 1 else "name another model with distill.student"
         if as_large:
             fix += "; as many layers need distill.unlabeled_rows_path"
-        raise ConfigError(
-            [Problem("distill.layers", settings.layers, f"the teacher has {depth} layers", fix, code="out_of_range")]
-        )
+        reason = f"the teacher has {depth} layers"
+        raise ConfigError([Problem("distill.layers", settings.layers, reason, fix, code="out_of_range")])
     source_layers = count_source_layers(settings, document, depth)
     if not layers <= source_layers <= depth:
         reason = f"the student has {layers} layers, and the teacher {depth}"
@@ -103,26 +101,16 @@ def create_student(teacher: Path, settings: DistillConfig, root: Path) -> Path:
     final = root / "-".join(parts)
     if (final / "config.json").is_file():
         return final
-    draft = root / f".{final.name}.{uuid.uuid4().hex[:8]}"
-    draft.mkdir(parents=True)
-    try:
-        weights = keep_layers(pooling.restore_standardized(load_file(teacher / "model.safetensors")), kept_layers)
+    with model_files.draft_model_folder(final) as draft:
+        weights = keep_layers(model_files.restore_standardized(load_file(teacher / "model.safetensors")), kept_layers)
         if settings.width is not None:
             block = _find_setting(document, HIDDEN_SIZE_KEYS)[1] // _find_setting(document, HEAD_COUNT_KEYS)[1]
             weights = narrow_weights(weights, _weight_shapes(metadata.task, student_config), block)
         save_file(weights, draft / "model.safetensors", {"format": "pt"})
         (draft / "config.json").write_text(json.dumps(student_config, indent=1))
-        for name in tokenizer_files.FILES:
+        for name in model_files.FILES:
             if (teacher / name).is_file():
                 shutil.copyfile(teacher / name, draft / name)
-        try:
-            atomic_write.publish_folder(draft, final)
-        except OSError:
-            if not (final / "config.json").is_file():
-                raise
-            # Another distillation has created the same folder.
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
     return final
 
 
@@ -137,22 +125,12 @@ def narrow_config(document: dict[str, Any], width: int) -> dict[str, Any]:
     head_size = old_width // heads
     if width >= old_width or width % head_size:
         reason = f"the teacher has width {old_width} with {heads} heads of size {head_size}"
-        raise ConfigError(
-            [
-                Problem(
-                    "distill.width",
-                    width,
-                    reason,
-                    f"write a multiple of {head_size} below {old_width}",
-                    code="out_of_range",
-                )
-            ]
-        )
+        fix = f"write a multiple of {head_size} below {old_width}"
+        raise ConfigError([Problem("distill.width", width, reason, fix, code="out_of_range")])
     return {width_key: width, heads_key: width // head_size, intermediate_key: intermediate_size * width // old_width}
 
 
 def _find_setting(document: dict[str, Any], names: tuple[str, ...]) -> tuple[str, int]:
-    """Return the first of `names` in `document` and its value."""
     key = next((name for name in names if name in document), None)
     if key is None:
         reason = f"the teacher's config.json has no {' or '.join(names)}"
@@ -161,7 +139,6 @@ def _find_setting(document: dict[str, Any], names: tuple[str, ...]) -> tuple[str
 
 
 def _weight_shapes(task: str, document: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Shape of each weight of the model with the config.json `document`."""
     import torch
     import transformers
 

@@ -77,15 +77,7 @@ def answer_with_all_teachers(
     if store.teacher_file(name).is_file():
         return
     for teacher in teachers:
-        answer_with_teacher(
-            teacher.folder,
-            teacher.metadata,
-            store,
-            weights,
-            open_teacher_store,
-            shares_tokenizer=teacher.shares_tokenizer,
-            on_event=on_event,
-        )
+        answer_with_teacher(teacher, store, weights, open_teacher_store, on_event)
     if len(teachers) > 1:
         average_answers(store, [query.metadata.version for query in teachers], name)
 
@@ -104,13 +96,10 @@ def average_answers(store: Store, versions: Sequence[str], name: str) -> None:
 
 
 def answer_with_teacher(
-    folder: Path,
-    metadata: artifact.Artifact,
+    teacher: TeacherQuery,
     store: Store,
     weights: Path,
     open_teacher_store: Callable[[Path], Store],
-    *,
-    shares_tokenizer: bool,
     on_event: OnEvent = lambda event: None,
 ) -> None:
     """Compute the teacher's logits for the training rows of `store`; see `rtrain.data.store.builder.TeacherPass`.
@@ -120,39 +109,40 @@ def answer_with_teacher(
 
     Args:
         weights: the model folder whose tokenizer made `store`.
-        shares_tokenizer: the student has the teacher's tokenizer, whole or trimmed.
 
     Raises:
         UserError: the labels of the rows differ from the teacher's.
     """
+    folder, metadata = teacher.folder, teacher.metadata
     if store.teacher_file(metadata.version).is_file():
         return
     if store.manifest.labels != metadata.labels:
-        counts = f"{len(store.manifest.labels)} labels, and the teacher {folder} was trained on {len(metadata.labels)}"
-        row_labels = [quote_value(label) for label in store.manifest.labels if label not in metadata.labels][
-            :MAX_SHOWN_LABELS
-        ]
-        teacher_labels = [quote_value(label) for label in metadata.labels if label not in store.manifest.labels][
-            :MAX_SHOWN_LABELS
-        ]
-        names = [
-            f"{owner} alone: {', '.join(labels)}"
-            for owner, labels in (("rows", row_labels), ("teacher", teacher_labels))
-            if labels
-        ]
-        label_note = f" ({'; '.join(names)})" if names else ", in another order"
-        raise UserError(
-            f"data.path: these rows have {counts}{label_note}; a student learns rows with the same labels",
-            code="label_mismatch",
-        )
+        raise _label_mismatch(teacher, store.manifest.labels)
     on_event(events.make_phase_event(f"the teacher answers {store.num_rows('train'):,} rows", "teacher"))
     task, trimmed = base.get_task(metadata.task), vocab_trimming.read_trimmed(weights)
-    if shares_tokenizer and (trimmed is None or (task.is_token_level and task.output != TAGS)):
+    if teacher.shares_tokenizer and (trimmed is None or (task.is_token_level and task.output != TAGS)):
         ensure_answers(store, folder, metadata, trimmed)
         return
     teacher_store = open_teacher_store(folder)
     ensure_answers(teacher_store, folder, metadata)
     copy_answers(teacher_store, store, metadata.version, by_word=task.output == TAGS)
+
+
+def _label_mismatch(teacher: TeacherQuery, row_labels: Sequence[str]) -> UserError:
+    labels = teacher.metadata.labels
+    differences = {"rows": [label for label in row_labels if label not in labels]}
+    differences["teacher"] = [label for label in labels if label not in row_labels]
+    notes = [
+        f"{owner} alone: {', '.join(map(quote_value, names[:MAX_SHOWN_LABELS]))}"
+        for owner, names in differences.items()
+        if names
+    ]
+    note = f" ({'; '.join(notes)})" if notes else ", in another order"
+    return UserError(
+        f"data.path: these rows have {len(row_labels)} labels, and the teacher {teacher.folder} was trained on "
+        f"{len(labels)}{note}; a student learns rows with the same labels",
+        code="label_mismatch",
+    )
 
 
 def copy_answers(source: Store, target: Store, version: str, *, by_word: bool = False) -> None:
@@ -185,7 +175,6 @@ def copy_answers(source: Store, target: Store, version: str, *, by_word: bool = 
 
 
 def _count_per_row(mask: npt.NDArray[np.bool_], row_lengths: Int32s) -> Ints:
-    """Count the `True` values of each row; `row_lengths`: values per row."""
     cumulative = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
     ends = cumulative[np.concatenate([[0], np.cumsum(row_lengths, dtype=np.int64)])]
     row_counts: Ints = ends[1:] - ends[:-1]
@@ -260,7 +249,6 @@ def _open_draft_array(final: Path, shape: tuple[int, int]) -> Iterator["np.memma
 
 
 def _reserve_disk_space(path: Path) -> None:
-    """Allocate the disk blocks of a sparse file."""
     size = path.stat().st_size
     try:
         with path.open("r+b") as file:

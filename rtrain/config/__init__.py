@@ -3,16 +3,11 @@
 Both are frozen pydantic models; one YAML file holds them. Other packages import the names below.
 """
 
-from rtrain.config.data import (
-    AugmentConfig as AugmentConfig,
-    DataConfig as DataConfig,
-)
+from rtrain.config.data import AugmentConfig as AugmentConfig, DataConfig as DataConfig
 from rtrain.config.deploy import (
     ClusterConfig as ClusterConfig,
     DeployConfig as DeployConfig,
-    Range as Range,
     ServeConfig as ServeConfig,
-    TuneConfig as TuneConfig,
 )
 from rtrain.config.loading import (
     DEPLOY_FIELDS as DEPLOY_FIELDS,
@@ -44,3 +39,4 @@ from rtrain.config.recipe import (
     Recipe as Recipe,
     TrainConfig as TrainConfig,
 )
+from rtrain.config.tune import Range as Range, TuneConfig as TuneConfig

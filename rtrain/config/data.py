@@ -1,6 +1,6 @@
 """The sections `data` and `augment`, which select the rows, and the conflicts among their settings."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -169,81 +169,52 @@ class AugmentConfig(ConfigSection):
         return self.copies > 0 or self.paraphrase is not None
 
 
-def _find_split_problems(data: DataConfig) -> list[Problem]:
-    problems = []
-    if data.split_column is not None and (data.valid or data.test):
-        fix = "write a column or files, and set the others to null"
-        problems.append(
-            conflict_problem("data.split_column", data.split_column, "data.valid or data.test names splits too", fix)
-        )
-    if data.folds is not None and (data.valid or data.test or data.split_column):
-        fix = "leave out data.valid, data.test and data.split_column, or set data.folds=null"
-        problems.append(conflict_problem("data.folds", data.folds, "the splits are set already", fix))
-    if data.valid and data.valid_share:
-        fix = "leave out one of the two"
-        problems.append(
-            conflict_problem("data.valid_share", data.valid_share, "data.valid has the validation rows", fix)
-        )
-    if data.validation_fold and (data.valid or data.valid_share == 0 or (data.split_column and not data.valid_share)):
-        reason = "no part of the training rows validates"
-        fix = "leave it out, or write data.valid_share in place of data.valid"
-        problems.append(conflict_problem("data.validation_fold", data.validation_fold, reason, fix))
-    if data.fold and data.fold >= (data.folds or 1):
-        problems.append(
-            out_of_range_problem("data.fold", data.fold, f"there are {data.folds} folds", "folds count from 0")
-        )
-    if data.valid_share == 0 and not (data.valid or data.split_column) and data.out_of_scope_label is not None:
-        reason = "the threshold of data.out_of_scope_label needs validation rows"
-        problems.append(
-            conflict_problem("data.valid_share", 0, reason, "write a share, or set data.out_of_scope_label=null")
-        )
-    return problems
-
-
-def find_data_problems(data: DataConfig) -> list[Problem]:
-    problems = _find_split_problems(data)
+def find_data_problems(data: DataConfig) -> Iterator[Problem]:
+    yield from _find_split_problems(data)
     if data.text_pair == data.text:
-        problems.append(
-            Problem("data.text_pair", data.text_pair, "the same column as data.text", "remove it", code="same_column")
-        )
+        yield Problem("data.text_pair", data.text_pair, "the same column as data.text", "remove it", code="same_column")
     if {data.text, data.text_pair} & set(data.label_columns):
-        problems.append(
-            Problem(
-                "data.label",
-                data.label,
-                "the same column as the text",
-                "name the column of the labels",
-                code="same_column",
-            )
-        )
+        fix = "name the column of the labels"
+        yield Problem("data.label", data.label, "the same column as the text", fix, code="same_column")
     if 2 * data.stride >= data.window_tokens:
         fix = "write less than half of data.window (or of data.max_tokens where it is not set)"
-        problems.append(
-            out_of_range_problem("data.stride", data.stride, "windows would share half of their tokens or more", fix)
-        )
-    return problems
+        yield out_of_range_problem("data.stride", data.stride, "windows would share half of their tokens or more", fix)
 
 
-def find_augment_problems(augment: AugmentConfig) -> list[Problem]:
-    problems, total = [], sum(augment.noise_shares.values())
+def _find_split_problems(data: DataConfig) -> Iterator[Problem]:
+    if data.split_column is not None and (data.valid or data.test):
+        reason, fix = "data.valid or data.test names splits too", "write a column or files, and set the others to null"
+        yield conflict_problem("data.split_column", data.split_column, reason, fix)
+    if data.folds is not None and (data.valid or data.test or data.split_column):
+        fix = "leave out data.valid, data.test and data.split_column, or set data.folds=null"
+        yield conflict_problem("data.folds", data.folds, "the splits are set already", fix)
+    if data.valid and data.valid_share:
+        reason, fix = "data.valid has the validation rows", "leave out one of the two"
+        yield conflict_problem("data.valid_share", data.valid_share, reason, fix)
+    if data.validation_fold and (data.valid or data.valid_share == 0 or (data.split_column and not data.valid_share)):
+        fix = "leave it out, or write data.valid_share in place of data.valid"
+        reason = "no part of the training rows validates"
+        yield conflict_problem("data.validation_fold", data.validation_fold, reason, fix)
+    if data.fold and data.fold >= (data.folds or 1):
+        yield out_of_range_problem("data.fold", data.fold, f"there are {data.folds} folds", "folds count from 0")
+    if data.valid_share == 0 and not (data.valid or data.split_column) and data.out_of_scope_label is not None:
+        reason = "the threshold of data.out_of_scope_label needs validation rows"
+        yield conflict_problem("data.valid_share", 0, reason, "write a share, or set data.out_of_scope_label=null")
+
+
+def find_augment_problems(augment: AugmentConfig) -> Iterator[Problem]:
+    total = sum(augment.noise_shares.values())
     if total > 1:
         reason = "the shares of typo, swap, drop and mask are more than all words"
-        problems.append(out_of_range_problem("augment", round(total, 6), reason, "lower one: their sum is at most 1"))
+        yield out_of_range_problem("augment", round(total, 6), reason, "lower one: their sum is at most 1")
     if augment.copies and not total:
         fix = "write a share of words, e.g. augment.typo=0.1, or augment.copies=0"
-        problems.append(
-            conflict_problem("augment.copies", augment.copies, "copies without noise repeat their rows", fix)
-        )
+        yield conflict_problem("augment.copies", augment.copies, "copies without noise repeat their rows", fix)
     if total and not augment.copies:
-        problems.append(conflict_problem("augment.copies", 0, "noise needs copies", "write 1 or more"))
-    if augment.back_translation_model and not augment.paraphrase:
-        fix = "name the model that translates back as augment.paraphrase"
-        problems.append(
-            missing_problem(
-                "augment.back_translation_model",
-                augment.back_translation_model,
-                "the model that translates back is missing",
-                fix,
-            )
+        yield conflict_problem("augment.copies", 0, "noise needs copies", "write 1 or more")
+    if (pivot := augment.back_translation_model) and not augment.paraphrase:
+        reason, fix = (
+            "the model that translates back is missing",
+            "name the model that translates back as augment.paraphrase",
         )
-    return problems
+        yield missing_problem("augment.back_translation_model", pivot, reason, fix)

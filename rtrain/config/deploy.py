@@ -1,12 +1,13 @@
-"""The sections `cluster`, `tune`, `serve` and `report`: where and how a recipe runs. They change no weights."""
+"""The sections `cluster`, `serve` and `report`: where and how a recipe runs. They change no weights."""
 
 import math
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Iterator
+from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
-from pydantic_core import PydanticCustomError
+from pydantic import Field
 
 from rtrain.config.data import ConfigSection, PositiveInt, conflict_problem, missing_problem, out_of_range_problem
+from rtrain.config.tune import TuneConfig
 from rtrain.core.errors import Problem
 
 NodeLabels = dict[str, Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]]
@@ -26,7 +27,7 @@ class ClusterConfig(ConfigSection):
     twelve times as long, and so have the workers that wait for it."""
     data_cpus: PositiveInt | None = None
     """Logical CPUs for the data tasks, in addition to the workers' CPUs. Default: 2, and one more for every 8 workers
-    (`rtrain.cluster.capacity.resolve_data_cpus`).
+    (`rtrain.cluster.data_tasks.resolve_data_cpus`).
     (Measured with 1,000 workers and steps of 32,000 rows: a task takes 3 ms for one worker's part, so one CPU keeps up
     with 8 workers whose steps take 24 ms.)"""
     labels: NodeLabels = NO_LABELS
@@ -41,93 +42,6 @@ class ClusterConfig(ConfigSection):
     prices: str | None = None
     """File of prices (`rtrain plan --write-prices`) for plans, the cost of a run and the budget of a search. Default:
     list prices on demand."""
-
-
-class Range(ConfigSection):
-    """A range of numbers that a search may try for a setting."""
-
-    low: Annotated[float, Field(allow_inf_nan=False)]
-    high: Annotated[float, Field(allow_inf_nan=False)]
-    log: bool = False
-    """Sample uniformly in the logarithm."""
-
-
-def _validate_domain(value: Any) -> Any:
-    """Raise one error about ranges and choices, in place of one for each type of the union."""
-    if isinstance(value, dict) and (unknown := value.keys() - Range.model_fields.keys()):
-        message = "a range has the keys low, high and log; unknown: {unknown}"
-        raise PydanticCustomError("range", message, {"unknown": ", ".join(sorted(map(str, unknown)))})
-    if not isinstance(value, Range | dict | list | tuple):
-        raise PydanticCustomError("range", "neither a range, with low and high, nor a list of choices")
-    return value
-
-
-def _domain_tag(value: Any) -> str:
-    return "choices" if isinstance(value, list | tuple) else "range"
-
-
-SearchDomain = Annotated[
-    Annotated[Range, Tag("range")] | Annotated[tuple[Any, ...], Tag("choices")],
-    Discriminator(_domain_tag),
-    BeforeValidator(_validate_domain),
-]
-"""Values that a search may try for a setting: a range of numbers, or choices."""
-DEFAULT_SPACE: Final[dict[str, SearchDomain]] = {
-    "optim.lr": Range(low=5e-5, high=1e-3, log=True),
-    "train.aggregation_frequency": (1, 2, 4, 8),
-}
-
-
-class TuneConfig(ConfigSection):
-    space: dict[str, SearchDomain] = DEFAULT_SPACE
-    """Search space by dotted name of the setting: a range, e.g. {optim.lr: {low: 5.0e-5, high: 1.0e-3, log: true}}, or
-    a list of choices. Only settings are allowed that change a run's weights and neither its rows nor its budget: all of
-    `optim`, some of `train`, of `model` and of `data`; another setting is refused with the reason."""
-    study: Literal["aggregation"] | None = None
-    """A study in place of a search: `aggregation` trains with aggregation frequencies 1, 2, 10 and 100 (or the list in
-    `space`), each with AdamW, AdamW under the linear rule and RAdam, and writes a table of scores and times."""
-    points_to_evaluate: tuple[dict[str, Any], ...] = ()
-    """Settings to try right after trial 0, the unchanged recipe, e.g. [{optim.lr: 1.0e-4}]: settings that `space` may
-    contain, also outside its ranges."""
-    sampler: Literal["auto", "gp", "tpe", "random", "grid"] = "auto"
-    """Sampler of settings after the first few, which are spread over the space: a Gaussian process (`gp`) or
-    tree-structured Parzen estimators (`tpe`), both from Optuna (the extra `tune`); `auto` is `gp` for up to 50
-    trials."""
-    lr_scaling: Literal["none", "linear", "sqrt"] = "sqrt"
-    """How a searched learning rate, which holds for the recipe's global_batch_size, is scaled to trials with another
-    (`optim.lr_scaling`); with `sqrt`, `optim.beta2_scaling` follows the rows too."""
-    trials: PositiveInt | None = None
-    """Most trials, including trial 0. Default: as many as the budget allows."""
-    budget_full_runs: Annotated[float, Field(gt=0)] = 8.0
-    """Budget of the search without the finals: the rows of this many full runs."""
-    budget_rows: PositiveInt | None = None
-    """The same as a number of rows trained on, in place of budget_full_runs."""
-    max_minutes: Annotated[float, Field(gt=0)] | None = None
-    """Minutes after which no further trial starts."""
-    max_cost: Annotated[float, Field(gt=0)] | None = None
-    """Cost after which no further trial starts; it needs tune.worker_cost_per_hour, or `worker` in the file
-    `cluster.prices`."""
-    worker_cost_per_hour: Annotated[float, Field(gt=0)] | None = None
-    """Price of an hour of one worker. Default: the price of `worker` in the file `cluster.prices` at the start of a run
-    or a search."""
-    min_resource_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
-    """Share of a run's rows after which trials are first compared (successive halving): the better half continues to
-    twice the rows, and so on. The others are paused, and may be resumed."""
-    objective: Literal["score", "time_to_target", "pareto"] = "score"
-    """Objective of the search: the best validation score; the least seconds of training to `target`; or the Pareto
-    front of score and `cost`, from which the cheapest trial within the spread of the best score is taken."""
-    cost: Literal["training", "latency", "bytes"] = "training"
-    """Second objective of `pareto`: seconds of training or, in a search of students (`rtrain distill --search`), the
-    cost of inference: milliseconds for one text of 32 tokens, with PyTorch on one thread, or megabytes of weights."""
-    target: float | None = None
-    """Validation score to be reached in the least time, for the objective `time_to_target`."""
-    holdout_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.5
-    """Share of the validation rows kept from the rungs (holdout rows); the finals decide by them."""
-    final_budget_rows: Annotated[int, Field(ge=0)] | None = None
-    """Rows of the finals, where the two best trials and trial 0 are trained to their ends, and again with other seeds,
-    until one is clearly best. Default: the rows of 4 full runs. The three are trained to their ends in any case."""
-    max_concurrent_trials: PositiveInt | None = None
-    """Trials that run at a time; each has train.workers workers. Default: as many as fit on the cluster."""
 
 
 class ServeConfig(ConfigSection):
@@ -248,52 +162,35 @@ class DeployConfig(ConfigSection):
     report: ReportConfig = ReportConfig()
 
 
-def find_deploy_problems(deploy: DeployConfig) -> list[Problem]:
+def find_deploy_problems(deploy: DeployConfig) -> Iterator[Problem]:
     """Settings that are valid alone and impossible together."""
-    tune, problems = deploy.tune, []
+    tune, serve = deploy.tune, deploy.serve
     if tune.objective == "time_to_target" and tune.target is None:
-        problems.append(
-            missing_problem(
-                "tune.target", None, "tune.objective=time_to_target needs a score to reach", "write e.g. 0.9"
-            )
-        )
+        reason = "tune.objective=time_to_target needs a score to reach"
+        yield missing_problem("tune.target", None, reason, "write e.g. 0.9")
     if tune.cost != "training" and tune.objective != "pareto":
         reason = f"tune.objective={tune.objective} ignores it"
-        problems.append(conflict_problem("tune.cost", tune.cost, reason, "write tune.objective=pareto too"))
+        yield conflict_problem("tune.cost", tune.cost, reason, "write tune.objective=pareto too")
     if tune.max_cost is not None and tune.worker_cost_per_hour is None and deploy.cluster.prices is None:
-        problems.append(
-            missing_problem(
-                "tune.worker_cost_per_hour", None, "tune.max_cost needs the price of a worker's hour", "write e.g. 0.04"
-            )
-        )
-    serve = deploy.serve
+        reason = "tune.max_cost needs the price of a worker's hour"
+        yield missing_problem("tune.worker_cost_per_hour", None, reason, "write e.g. 0.04")
     if serve.max_replicas is not None and serve.max_replicas < serve.min_replicas:
         reason = f"it is below serve.replicas={serve.min_replicas}"
-        problems.append(conflict_problem("serve.max_replicas", serve.max_replicas, reason, "write as many or more"))
+        yield conflict_problem("serve.max_replicas", serve.max_replicas, reason, "write as many or more")
     if (serve.tls_cert is None) != (serve.tls_key is None):
-        present_setting, missing_setting = ("tls_cert", "tls_key") if serve.tls_key is None else ("tls_key", "tls_cert")
-        fix = f"write serve.{missing_setting} too"
-        problems.append(
-            missing_problem(
-                f"serve.{present_setting}", getattr(serve, present_setting), "TLS needs a certificate and its key", fix
-            )
-        )
-    # Even without a disagreement, so many inputs have a probability of 1 % at this share; fewer can never pass.
-    min_rows = (
-        math.ceil(math.log(0.01) / math.log(serve.shadow_min_agreement)) if 0 < serve.shadow_min_agreement < 1 else 1
-    )
-    if serve.shadow_min_agreement == 1 or serve.shadow_min_rows < min_rows:
-        reason = f"so few inputs cannot show an agreement of {serve.shadow_min_agreement:g}"
-        if serve.shadow_min_agreement == 1:
-            problem = out_of_range_problem(
-                "serve.shadow_min_agreement", 1.0, "a finite sample cannot show it", "write e.g. 0.95"
-            )
-        else:
-            problem = out_of_range_problem(
-                "serve.shadow_min_rows", serve.shadow_min_rows, reason, f"write {min_rows} or more"
-            )
-        problems.append(problem)
+        present, missing = ("tls_cert", "tls_key") if serve.tls_key is None else ("tls_key", "tls_cert")
+        reason, fix = "TLS needs a certificate and its key", f"write serve.{missing} too"
+        yield missing_problem(f"serve.{present}", getattr(serve, present), reason, fix)
+    if serve.shadow_min_agreement == 1:
+        reason = "a finite sample cannot show it"
+        yield out_of_range_problem("serve.shadow_min_agreement", 1.0, reason, "write e.g. 0.95")
+    elif serve.shadow_min_agreement > 0:
+        # Even without a disagreement, so many inputs have a probability of 1 % at this share; fewer can never pass.
+        min_rows = math.ceil(math.log(0.01) / math.log(serve.shadow_min_agreement))
+        if serve.shadow_min_rows < min_rows:
+            reason = f"so few inputs cannot show an agreement of {serve.shadow_min_agreement:g}"
+            setting, fix = "serve.shadow_min_rows", f"write {min_rows} or more"
+            yield out_of_range_problem(setting, serve.shadow_min_rows, reason, fix)
     if serve.grpc_port == serve.port:
         reason = "serve.port is that of HTTP"
-        problems.append(conflict_problem("serve.grpc_port", serve.grpc_port, reason, "write another port"))
-    return problems
+        yield conflict_problem("serve.grpc_port", serve.grpc_port, reason, "write another port")

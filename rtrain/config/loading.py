@@ -18,9 +18,8 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
-from rtrain.config import validation
 from rtrain.config.deploy import DeployConfig, find_deploy_problems
-from rtrain.config.recipe import Recipe
+from rtrain.config.recipe import Recipe, find_recipe_problems
 from rtrain.config.renamed import RENAMED
 from rtrain.core.errors import ConfigError, Problem, UserError, suggest_path
 
@@ -63,42 +62,18 @@ def list_recipe_names() -> list[str]:
 
 def read_recipe_text(name: str) -> str:
     """Return the commented YAML of a recipe of rtrain."""
-    if name not in list_recipe_names():
-        matches = difflib.get_close_matches(name, list_recipe_names(), n=1, cutoff=0.7)
-        recipes_for_task = [recipe for recipe in list_recipe_names() if f"\ntask: {name}\n" in read_recipe_text(recipe)]
-        fix = (
-            f"did you mean {matches[0]}?" if matches else f"known: {', '.join(recipes_for_task or list_recipe_names())}"
-        )
-        raise ConfigError(
-            [
-                Problem(
-                    "recipe",
-                    name,
-                    "this is a task" if recipes_for_task else "unknown",
-                    fix,
-                    code="unknown_name",
-                )
-            ]
-        )
+    names = list_recipe_names()
+    if name not in names:
+        matches = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+        recipes_for_task = [recipe for recipe in names if f"\ntask: {name}\n" in read_recipe_text(recipe)]
+        fix = f"did you mean {matches[0]}?" if matches else f"known: {', '.join(recipes_for_task or names)}"
+        raise _make_error("recipe", name, "this is a task" if recipes_for_task else "unknown", fix, "unknown_name")
     return (resources.files("rtrain.recipes") / f"{name}.yaml").read_text(encoding="utf-8")
 
 
-def _read_shipped_recipe(name: str) -> str:
-    """Call `read_recipe_text`; a run folder is refused with the command to write."""
-    run_config = Path(name) / "config.yaml"
-    if name not in list_recipe_names() and run_config.is_file():
-        raise ConfigError(
-            [
-                Problem(
-                    "recipe",
-                    name,
-                    "this is a run folder",
-                    f"write {run_config}, or --resume --out {name}",
-                    code="not_a_recipe",
-                )
-            ]
-        )
-    return read_recipe_text(name)
+def _make_error(field: str, value: Any, reason: str, fix: str, code: str) -> ConfigError:
+    """The error of a single problem."""
+    return ConfigError([Problem(field, value, reason, fix, code=code)])
 
 
 def load_config(name_or_file: str, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -107,29 +82,28 @@ def load_config(name_or_file: str, overrides: Mapping[str, Any] | None = None) -
     if path.suffix in (".yaml", ".yml") or path.is_file():
         if not path.is_file():
             fix = suggest_path(path) or "write a recipe's name or an existing file"
-            raise ConfigError([Problem("recipe", name_or_file, "no such file", fix, code="not_found")])
+            raise _make_error("recipe", name_or_file, "no such file", fix, "not_found")
         text, is_user_file = _read_text(path), True
     else:
-        text, is_user_file = _read_shipped_recipe(name_or_file), False
+        if name_or_file not in list_recipe_names() and (path / "config.yaml").is_file():
+            fix = f"write {path / 'config.yaml'}, or --resume --out {name_or_file}"
+            raise _make_error("recipe", name_or_file, "this is a run folder", fix, "not_a_recipe")
+        text, is_user_file = read_recipe_text(name_or_file), False
     try:
         document = yaml.load(text, _UniqueKeyLoader)
     except YAML_ERRORS as error:
         raise UserError(f"{name_or_file} is not YAML: {error}", code="unreadable") from None
     if not isinstance(document, dict):
-        raise UserError(
-            f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)", code="wrong_type"
-        )
+        problem = f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)"
+        raise UserError(problem, code="wrong_type")
     try:
         config = parse_config(document, overrides or {})
     except ConfigError as error:
         if is_user_file and any(problem.field not in (overrides or {}) for problem in error.problems):
             raise ConfigError(error.problems, f"The settings are those of {name_or_file}.") from None
         raise
-    return dataclasses.replace(
-        config,
-        explicit_settings=config.explicit_settings
-        | (flatten_document(document).keys() if is_user_file else {"name", "task"}),
-    )
+    explicit_settings = flatten_document(document).keys() if is_user_file else {"name", "task"}
+    return dataclasses.replace(config, explicit_settings=config.explicit_settings | explicit_settings)
 
 
 def _read_text(path: Path) -> str:
@@ -137,7 +111,7 @@ def _read_text(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         fix = "convert it, e.g. iconv -f latin1 -t utf-8, or from utf-16"
-        raise ConfigError([Problem("recipe", str(path), "the file is not UTF-8", fix, code="not_utf8")]) from None
+        raise _make_error("recipe", str(path), "the file is not UTF-8", fix, "not_utf8") from None
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
@@ -150,9 +124,7 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             if isinstance(key, yaml.ScalarNode):
                 if key.value in lines:
                     reason = f"written twice, in lines {lines[key.value]} and {line}"
-                    raise ConfigError(
-                        [Problem(key.value, None, reason, "write it once, with all its settings", code="duplicate")]
-                    )
+                    raise _make_error(key.value, None, reason, "write it once, with all its settings", "duplicate")
                 lines[key.value] = line
         mapping: dict[Any, Any] = super().construct_mapping(node, deep)
         return mapping
@@ -167,13 +139,12 @@ def parse_config(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> C
     validated_models: list[Any] = []
     for model, names in ((Recipe, RECIPE_FIELDS), (DeployConfig, DEPLOY_FIELDS)):
         try:
-            validated_models.append(
-                model.model_validate({name: value for name, value in merged.items() if name in names})
-            )
+            section = {name: value for name, value in merged.items() if name in names}
+            validated_models.append(model.model_validate(section))
         except pydantic.ValidationError as error:
             problems += [_make_problem(details) for details in error.errors()]
     if len(validated_models) == 2:
-        problems += [*validation.find_recipe_problems(validated_models[0]), *find_deploy_problems(validated_models[1])]
+        problems += [*find_recipe_problems(validated_models[0]), *find_deploy_problems(validated_models[1])]
     if problems:
         raise ConfigError(problems)
     recipe, deploy = validated_models
@@ -199,9 +170,8 @@ def flatten_document(document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values of a document of sections by dotted name."""
     values: dict[str, Any] = {}
     for name, value in document.items():
-        values |= (
-            {f"{name}.{leaf}": inner for leaf, inner in value.items()} if isinstance(value, dict) else {name: value}
-        )
+        is_section = isinstance(value, dict)
+        values |= {f"{name}.{leaf}": inner for leaf, inner in value.items()} if is_section else {name: value}
     return values
 
 
@@ -218,9 +188,8 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     """
     name, separator, value = (part.strip() for part in text.partition("="))
     if not separator or not name:
-        raise ConfigError(
-            [Problem("--set", text, "not an assignment", "write --set section.name=value", code="not_an_assignment")]
-        )
+        fix = "write --set section.name=value"
+        raise _make_error("--set", text, "not an assignment", fix, "not_an_assignment")
     annotation = _find_annotation(name)
     value_types = _accepted_types(annotation)
     try:
@@ -228,9 +197,7 @@ def parse_assignment(text: str) -> tuple[str, Any]:
     except YAML_ERRORS:
         if str in value_types:
             return name, value
-        raise ConfigError(
-            [Problem("--set", text, "the value is not YAML", "put it into quotes", code="unreadable")]
-        ) from None
+        raise _make_error("--set", text, "the value is not YAML", "put it into quotes", "unreadable") from None
     if isinstance(parsed_value, list) and _is_text_list(annotation):
         return name, yaml.load(value, yaml.BaseLoader)
     if str not in value_types or parsed_value is None:
@@ -306,9 +273,8 @@ def _make_unknown_problem(field: str, value: Any, known_names: Any) -> Problem:
         if COMMON_ALIASES.get(leaf) in known_names
         else difflib.get_close_matches(str(value or field), list(known_names), n=1, cutoff=0.5)
     )
-    suggestions += [
-        name for name in sorted(known_names) if name.endswith(f".{leaf}") and name not in suggestions
-    ]  # in another section
+    in_other_sections = (name for name in sorted(known_names) if name.endswith(f".{leaf}"))
+    suggestions += [name for name in in_other_sections if name not in suggestions]
     fix = f"did you mean {' or '.join(suggestions)}?" if suggestions else f"known: {', '.join(sorted(known_names))}"
     return Problem(field, value, "unknown", fix, code="unknown_setting" if value is None else "unknown_name")
 

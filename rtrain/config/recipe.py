@@ -6,6 +6,7 @@ The sections `data` and `augment`, which select the rows, are in `config.data`.
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
@@ -18,8 +19,14 @@ from rtrain.config.data import (
     Fraction,
     OneOf,
     PositiveInt,
+    conflict_problem,
+    find_augment_problems,
+    find_data_problems,
+    missing_problem,
+    out_of_range_problem,
 )
 from rtrain.core import engines
+from rtrain.core.errors import Problem
 
 TASKS = (
     "classification",
@@ -250,20 +257,13 @@ NEUTRAL_SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def drop_neutral(settings: dict[str, Any], neutral_values: dict[str, Any]) -> dict[str, Any]:
-    return {
-        name: value for name, value in settings.items() if name not in neutral_values or value != neutral_values[name]
-    }
+    absent = object()
+    return {name: value for name, value in settings.items() if value != neutral_values.get(name, absent)}
 
 
 STUDENT_SETTINGS = (
-    *(
-        "model.name",
-        "train.epochs",
-        "optim.lr",
-        "distill.teacher",
-        "distill.co_teachers",
-        "distill.augmented_rows_path",
-    ),
+    *("model.name", "train.epochs", "optim.lr"),
+    *("distill.teacher", "distill.co_teachers", "distill.augmented_rows_path"),
 )
 """Settings of a student that follow from its teacher and from its other settings."""
 SETTINGS_RESET_FOR_STUDENTS: dict[str, Any] = {"distill.augmented_rows_path": None, "distill.teacher_layers": "auto"}
@@ -423,9 +423,8 @@ class Recipe(ConfigSection):
     def global_batch_size(self) -> int:
         """Rows of one optimizer step; the default is four micro-batches of every worker."""
         train = self.train
-        return train.global_batch_size or train.workers * train.micro_batch_size * (
-            train.aggregation_frequency or DEFAULT_AGGREGATION_FREQUENCY
-        )
+        aggregation_frequency = train.aggregation_frequency or DEFAULT_AGGREGATION_FREQUENCY
+        return train.global_batch_size or train.workers * train.micro_batch_size * aggregation_frequency
 
     @property
     def peak_lr(self) -> float:
@@ -476,3 +475,66 @@ class Recipe(ConfigSection):
     def recipe_digest(self) -> str:
         """Digest of the settings that change the weights."""
         return hashlib.sha256(json.dumps(self.weight_settings(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def find_recipe_problems(recipe: Recipe) -> Iterator[Problem]:
+    """Settings of a recipe that are valid alone and impossible together."""
+    yield from _find_training_problems(recipe)
+    if recipe.distill.teacher and recipe.model.freeze != "none":
+        reason = "a student learns in its encoder layers"
+        yield conflict_problem("model.freeze", recipe.model.freeze, reason, "add --set model.freeze=none")
+    if recipe.distill.student is not None and recipe.distill.width is not None:
+        reason = f"distill.student={recipe.distill.student} has its own width"
+        yield conflict_problem("distill.width", recipe.distill.width, reason, "name one of the two")
+    if recipe.quantize.kind == "weights" and recipe.quantize.max_changed_predictions is not None:
+        setting, value = "quantize.max_changed_predictions", recipe.quantize.max_changed_predictions
+        reason = "with quantize.kind=weights every operation computes in float already"
+        yield conflict_problem(setting, value, reason, "write null, or leave it out")
+    yield from _find_scaling_problems(recipe)
+    yield from find_data_problems(recipe.data)
+    yield from find_augment_problems(recipe.augment)
+
+
+def _find_training_problems(recipe: Recipe) -> Iterator[Problem]:
+    train, setting = recipe.train, "train.global_batch_size"
+    if train.global_batch_size and train.aggregation_frequency:
+        reason = f"train.aggregation_frequency={train.aggregation_frequency} sets it too"
+        fix = "write one of the two and set the other to null"
+        yield conflict_problem(setting, train.global_batch_size, reason, fix)
+    if train.strategy == "auto":
+        reason, fix = "train.strategy=auto chooses it", "leave it out, or write train.strategy=manual"
+        for name in LAYOUT_SETTINGS:
+            if (value := getattr(train, name)) != TrainConfig.model_fields[name].default:
+                yield conflict_problem(f"train.{name}", value, reason, fix)
+    if train.min_workers is not None and train.min_workers > train.workers:
+        reason, fix = f"above train.workers={train.workers}", f"write {train.workers} or less, or leave it out"
+        yield conflict_problem("train.min_workers", train.min_workers, reason, fix)
+    if train.gpus_per_worker < 1 and train.workers > 1:
+        reason = f"NCCL takes no two of the {train.workers} workers on one GPU"
+        fix = "write train.workers=1, or train.gpus_per_worker=1"
+        yield conflict_problem("train.gpus_per_worker", train.gpus_per_worker, reason, fix)
+    if recipe.global_batch_size < train.num_replicas:
+        unit = "workers" if train.workers_per_replica == 1 else f"replicas of {train.workers_per_replica} workers each"
+        reason = f"fewer rows than the {train.num_replicas} {unit} that share them"
+        fix = f"write {train.num_replicas} or more, or fewer train.workers"
+        yield out_of_range_problem(setting, recipe.global_batch_size, reason, fix)
+
+
+def _find_scaling_problems(recipe: Recipe) -> Iterator[Problem]:
+    optim, rows = recipe.optim, recipe.global_batch_size
+    settings = (
+        ("lr_scaling", optim.lr_scaling, f"optim.lr={optim.lr:g} holds"),
+        ("beta2_scaling", optim.beta2_scaling, f"beta2={ADAM_BETAS[1]:g} holds"),
+    )
+    requirements = [
+        f"optim.{name}={value} needs the global_batch_size at which {condition}"
+        for name, value, condition in settings
+        if value != "none"
+    ]
+    if requirements and optim.lr_reference_batch_size is None:
+        fix = f"write that number of rows ({rows} for this recipe)"
+        yield missing_problem("optim.lr_reference_batch_size", None, " and ".join(requirements), fix)
+    elif recipe.peak_lr >= 1:
+        scaled = f"scaled from {optim.lr_reference_batch_size} to {rows} rows per step it is {recipe.peak_lr:g}"
+        fix = "write a lower one, or fewer rows per step"
+        yield out_of_range_problem("optim.lr", optim.lr, f"{scaled}, not less than 1", fix)

@@ -9,13 +9,8 @@ RENAMED = {
             "split_by": "group_column",
             "valid_part": "validation_fold",
         },
-        "augment": {
-            "pivot": "back_translation_model",
-        },
-        "model": {
-            "positions": "max_position_embeddings",
-            "local_attention": "attention_window",
-        },
+        "augment": {"pivot": "back_translation_model"},
+        "model": {"positions": "max_position_embeddings", "local_attention": "attention_window"},
         "optim": {
             "clip_norm": "max_grad_norm",
             "lr_rows": "lr_reference_batch_size",
@@ -46,10 +41,7 @@ RENAMED = {
             "vocabulary_pieces": "min_vocab_size",
             "vocabulary_most": "max_vocab_size",
         },
-        "quantize": {
-            "flips": "max_changed_predictions",
-            "table": "embedding_dtype",
-        },
+        "quantize": {"flips": "max_changed_predictions", "table": "embedding_dtype"},
         "gate": {
             "loss": "max_score_drop",
             "lost": "max_negative_flips",
@@ -62,10 +54,7 @@ RENAMED = {
             "memory_mb": "max_memory_mb",
             "seconds": "latency_seconds",
         },
-        "cluster": {
-            "stall_s": "hang_timeout_s",
-            "max_crashes": "max_failures",
-        },
+        "cluster": {"stall_s": "hang_timeout_s", "max_crashes": "max_failures"},
         "tune": {
             "held_back": "holdout_fraction",
             "first_rung": "min_resource_fraction",

@@ -1,16 +1,17 @@
-"""Drafts: hidden folders in which a job writes before it moves them to their final name, `.<name>.<8 hex digits>`.
+"""Atomic and durable writes. Every file that a resume rests on is written by this module.
 
-A job that fails removes its draft. A job that is killed cannot, so the next job of the same name removes it. Several
-jobs may write drafts of one name at a time, on several machines, so drafts in use must be told from drafts left over:
-
-- The writer holds a lock (flock) on a file of the draft, which the kernel releases however the process ends. Neither
-  an age nor a process id would tell a killed writer from a slow one, or from a writer on another machine.
-- Some shared storage keeps locks to one machine, or to one mount. There a free lock does not prove that the writer is
-  dead. So the writer notes its kernel and mount in the file. A process with another kernel or mount removes a draft
-  with a free lock only after a day in which nothing was written to it.
-
-`replace_file`, `publish_folder` and `replace_folder` give a draft its final name. All three write it to disk first:
+`replace_file`, `publish_folder` and `replace_folder` give a draft its final name. All three sync it to disk first:
 without fsync, a machine that loses its power may keep the name and lose the content.
+
+A draft is a hidden file or folder, `.<name>.<8 hex digits>`. A failing job removes its draft. A killed job cannot, so
+the next job of the same name removes it. Several jobs may write drafts of one name at a time, on several machines:
+
+- The writer of a folder holds a lock (flock) on a file of the draft, which the kernel releases however the process
+  ends. Neither an age nor a process id would distinguish a killed writer from a slow one, or from a writer on another
+  machine.
+- Some shared storage keeps locks to one machine, or to one mount, where a free lock does not prove that the writer is
+  dead. So the writer records its kernel and mount in the file. A process with another kernel or mount removes a draft
+  with a free lock only after a day without a write.
 """
 
 import ctypes
@@ -27,10 +28,8 @@ from pathlib import Path
 
 LOCK_FILE = "writer.lock"
 STALE_AFTER_S = 24 * 3600
-"""Seconds without a write after which a draft counts as left over. A living writer adds a shard within minutes; the
-rest is room for suspended machines and wrong clocks."""
-
-
+"""Seconds without a write after which a draft counts as abandoned. A live writer adds a shard within minutes; the rest
+allows for suspended machines and wrong clocks."""
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 EXCHANGE_UNSUPPORTED_ERRORS = frozenset({errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP})
 """Errors of renameat2 where the kernel or the file system, NFS for example, cannot exchange two names."""
@@ -45,25 +44,24 @@ class Draft:
         self._lock: int | None = os.open(self.folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
         with suppress(OSError):  # on storage without locks, only the age decides
             fcntl.flock(self._lock, fcntl.LOCK_EX)
-            # This is written after the lock is taken: a draft that says where its lock counts must never be seen
-            # unlocked while its writer lives.
+            # Written under the lock: a draft with the scope of its lock must never be unlocked while its writer lives.
             os.write(self._lock, _lock_scope(self._lock))
 
     def release(self) -> None:
-        """Give the lock back. The folder stays."""
+        """Release the lock. The folder stays."""
         if self._lock is not None:
             os.close(self._lock)
         self._lock = None
 
 
 def remove_stale_drafts(final_path: Path) -> None:
-    """Remove the drafts of `final_path` that no living process writes."""
+    """Remove the drafts of `final_path` without a live writer."""
     for folder in final_path.parent.glob(f".{final_path.name}.*"):
-        # Another process may have swept or finished it meanwhile, or it is not ours to write: no reason to stop a job.
+        # Another process may have removed or published it meanwhile, or this user must not write it.
         with suppress(OSError):
             if is_stale(folder):
-                # The draft is moved before it is emptied. Should its writer live after all, its own move to the final
-                # name then fails; otherwise a store that was just finished could be emptied.
+                # Moved before it is emptied: if its writer is alive after all, the writer's own move to the final name
+                # fails. Otherwise a store that was just published could be emptied.
                 shutil.rmtree(folder.rename(_draft_path(final_path)), ignore_errors=True)
 
 
@@ -71,7 +69,7 @@ def remove_stale_drafts(final_path: Path) -> None:
 def replace_file(path: Path) -> Iterator[Path]:
     """Yield a draft for the block to write, which then replaces `path` atomically and durably.
 
-    Where the block or the disk fails, or the process is killed, the file of before is whole.
+    If the block or the disk fails, or the process is killed, the earlier file stays complete.
     """
     draft = _draft_path(path)
     try:
@@ -101,8 +99,8 @@ def publish_folder(draft: Path, final_path: Path) -> None:
 def replace_folder(draft: Path, final_path: Path) -> None:
     """Replace the folder `final_path` by a complete draft, durably, and remove the old folder.
 
-    The exchange of two names is atomic. Where the file system has none, the old folder is moved away and, if the new
-    one cannot be moved there, back; a process that is killed in between leaves it as `.<name>.old`.
+    The exchange of two names is atomic. On a file system without it, the old folder is moved away, and back if the new
+    one cannot be moved; a process that is killed in between leaves it as `.<name>.old`.
     """
     sync_tree(draft)
     previous_folder = final_path.with_name(f".{final_path.name}.old")
@@ -158,7 +156,7 @@ def _draft_path(final_path: Path) -> Path:
 
 
 def is_stale(folder: Path) -> bool:
-    """Whether no living process writes the draft. Raises `OSError` where it goes meanwhile."""
+    """Return whether the draft has no live writer. Raises `OSError` if it vanishes meanwhile."""
     with suppress(FileNotFoundError), (folder / LOCK_FILE).open("r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

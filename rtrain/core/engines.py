@@ -1,7 +1,13 @@
 """The table of engines, which compute an artifact's logits, by the name in artifact.json.
 
-Settings, artifacts, serving and quantization use it, so it imports almost nothing: loaders are imported on use, and an
-int8 artifact is served without torch.
+Another engine, for `quantize.engine=NAME`:
+
+1. Here, a line in `ENGINES`; the fields of `EngineSpec` name all that it needs. Settings, export and serving read them.
+2. `rtrain/inference/predictor.py`: its loader, which returns an object with the protocol `Engine`.
+3. `rtrain/compress/exporters/NAME.py`: its quantizer; `rtrain/compress/exporters/base.py` has the protocol.
+4. `pyproject.toml`: its libraries, in `dependencies` or in the extra that its line names.
+
+This module imports almost nothing: loaders are imported on use, and an int8 artifact is served without torch.
 """
 
 import importlib
@@ -29,23 +35,22 @@ class EngineSpec(NamedTuple):
     `rtrain.compress.exporters.base.ExportFunction`. None for the float engine."""
     libraries: tuple[str, ...] = ()
     """Optional modules that `quantizer` and `loader` need."""
+    extra: str = ""
+    """The extra of rtrain with `libraries`."""
+    packages: tuple[str, ...] = ()
+    """Packages that inference needs (`rtrain export --with-wheels`); default: one with the engine's name."""
     compiles_per_shape: bool = False
     """Whether it compiles its graph, and keeps memory, for each input shape. Calls are then padded to few shapes, since
     clients choose the shapes."""
     supports_gpu: bool = False
     """Whether its loader also takes a device, torch's `cuda`."""
-
     supports_int4_embedding: bool = False
-    """Whether its word embedding can have 4 bits (`rtrain.compress.exporters.int4`)."""
+    """Whether its word embedding can have 4 bits (`rtrain.compress.exporters.openvino`)."""
 
     def find_files(self, folder: Path) -> list[Path]:
-        """Return its files in an artifact's folder, plain or compressed."""
-        path_pairs = ((folder / name, folder / f"{name}{COMPRESSED_SUFFIX}") for name in self.files)
-        return [
-            existing_path
-            for pair in path_pairs
-            if (existing_path := next((path for path in pair if path.is_file()), None)) is not None
-        ]
+        """Return its files in an artifact's folder, plain or compressed; the plain one comes first."""
+        pairs = ((folder / name, folder / f"{name}{COMPRESSED_SUFFIX}") for name in self.files)
+        return [path for pair in pairs for path in [path for path in pair if path.is_file()][:1]]
 
     @property
     def has_gradients(self) -> bool:
@@ -56,7 +61,13 @@ class EngineSpec(NamedTuple):
 FLOAT_ENGINE = "torch"
 
 ENGINES: Mapping[str, EngineSpec] = {
-    FLOAT_ENGINE: EngineSpec("rtrain.inference.predictor:TorchEngine", ("model.safetensors",), 1e-3, supports_gpu=True),
+    FLOAT_ENGINE: EngineSpec(
+        "rtrain.inference.predictor:TorchEngine",
+        ("model.safetensors",),
+        1e-3,
+        packages=("torch", "transformers", "safetensors"),
+        supports_gpu=True,
+    ),
     "openvino": EngineSpec(
         "rtrain.inference.predictor:open_openvino",
         ("model.int8.xml", "model.int8.bin"),
@@ -71,6 +82,7 @@ ENGINES: Mapping[str, EngineSpec] = {
         0.1,
         quantizer="rtrain.compress.exporters.onnx:export",
         libraries=("onnx", "onnxruntime"),
+        extra="onnx",
     ),
 }
 
@@ -92,8 +104,8 @@ def require_libraries(name: str, libraries: Sequence[str]) -> None:
     missing_libraries = [library for library in libraries if importlib.util.find_spec(library) is None]
     if missing_libraries:
         raise UserError(
-            f"the engine {name} needs {' and '.join(missing_libraries)}: pip install 'rtrain[onnx]', or quantize with "
-            f"quantize.engine={list_quantized_engines()[0]}",
+            f"the engine {name} needs {' and '.join(missing_libraries)}: pip install 'rtrain[{ENGINES[name].extra}]', "
+            f"or quantize with quantize.engine={list_quantized_engines()[0]}",
             code="not_installed",
         )
 

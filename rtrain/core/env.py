@@ -1,7 +1,10 @@
-"""Environment settings that libraries read when they are imported, and so must be set before.
+"""Settings of this process: environment variables that libraries read when they are imported, memory, cores.
 
 `set_env_defaults()` is called by the command line before any heavy import; processes that Ray starts inherit the
-values. A value that the user has set already always wins.
+values. A value of the user always wins.
+
+The cores and the memory of a container are limited by its control groups (cgroup v2). A quota does not change the
+affinity, and a memory limit does not change the machine's free memory: only the files of the groups show them.
 """
 
 import contextlib
@@ -9,8 +12,7 @@ import ctypes
 import gc
 import os
 from collections.abc import Iterator, Mapping, MutableMapping
-
-from rtrain.core import cgroup_limits
+from pathlib import Path
 
 ENV_DEFAULTS = {
     # Ray's own progress bars and forwarded logs flood the terminal (a line per operator and worker); rtrain prints one.
@@ -33,7 +35,7 @@ ENV_DEFAULTS = {
     # Train's controller polls its workers every 2 s by default, which costs 2 s at each start, report and end of a
     # run.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    # rtrain itself watches for draining nodes (runs/stop_request.py). A second watcher would be one more process, and
+    # rtrain itself watches for draining nodes (`rtrain.runs`). A second watcher would be one more process, and
     # even an idle one takes 1 % of a core of a small machine.
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     # Ray's own metrics need a Prometheus, which a laptop does not run.
@@ -58,8 +60,6 @@ ENV_DEFAULTS = {
     "MALLOC_TRIM_THRESHOLD_": "536870912",
     "MALLOC_ARENA_MAX": "4",
 }
-
-
 _MALLOC_SETTINGS = ("MALLOC_MMAP_THRESHOLD_", "MALLOC_TRIM_THRESHOLD_")
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's `mallopt` (malloc.h)."""
@@ -71,25 +71,23 @@ CACHE_ENV = "RTRAIN_CACHE"
 FAKE_GPUS_ENV = "RTRAIN_FAKE_GPUS"
 """Set to 1 on the nodes of a rehearsed cluster (`rtrain.rehearsal`), whose GPUs exist only as a resource of Ray: each
 worker reserves one, and computes on CPUs."""
+CGROUP_ROOT = Path("sys/fs/cgroup")
+CGROUP_MEMBERSHIP_FILE = Path("proc/self/cgroup")
+ROOT = Path("/")
+
+
+def set_env_defaults(environ: MutableMapping[str, str] | None = None) -> None:
+    """Set `ENV_DEFAULTS` in the environment; values of the user stay."""
+    environ = os.environ if environ is None else environ
+    for name, value in ENV_DEFAULTS.items():
+        environ.setdefault(name, value)
+    cache_root = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    # A user without a name has no home folder, and no cache.
+    environ.setdefault(CACHE_ENV, os.path.join(cache_root, "rtrain") if os.path.isabs(cache_root) else "")
 
 
 def uses_fake_gpus(environ: Mapping[str, str] | None = None) -> bool:
     return (os.environ if environ is None else environ).get(FAKE_GPUS_ENV) == "1"
-
-
-def available_cores() -> int:
-    """Number of CPU cores for this process; a container or taskset may allow fewer than the machine has."""
-    quota = cgroup_limits.cpu_quota()
-    return _count_affinity_cores() if quota is None else max(1, min(_count_affinity_cores(), int(quota)))
-
-
-def describe_container_limits() -> str | None:
-    """Describe the limits of the container for the user; None without limits."""
-    return cgroup_limits.describe_container_limits(_count_affinity_cores())
-
-
-def _count_affinity_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_ray_train_timeouts(health_check_timeout_s: float, placement_timeout_s: float | None) -> None:
@@ -102,11 +100,13 @@ def set_ray_train_timeouts(health_check_timeout_s: float, placement_timeout_s: f
         os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = str(placement_timeout_s)
 
 
-def release_freed_memory() -> None:
-    """Return freed memory to the system. `ENV_DEFAULTS` keeps up to 512 MB of it for the next step, which is useless
-    between two trainings."""
-    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
-        ctypes.CDLL(None).malloc_trim(0)
+def tune_gc() -> None:
+    """Collect garbage after 10,000 new objects instead of Python's 700 or 2,000, unless the threshold is higher
+    already. Importing Ray, torch and transformers allocates hundreds of thousands of live objects; collections took an
+    eighth of that time."""
+    young_threshold, *older_thresholds = gc.get_threshold()
+    if 0 < young_threshold < GC_THRESHOLD:
+        gc.set_threshold(GC_THRESHOLD, *older_thresholds)
 
 
 @contextlib.contextmanager
@@ -138,20 +138,79 @@ def _set_malloc_thresholds(mmap_threshold: int, trim_threshold: int) -> bool:
     return False
 
 
-def tune_gc() -> None:
-    """Collect garbage after 10,000 new objects instead of Python's 700 or 2,000, unless the threshold is higher
-    already. Importing Ray, torch and transformers allocates hundreds of thousands of live objects; collections took an
-    eighth of that time."""
-    young_threshold, *older_thresholds = gc.get_threshold()
-    if 0 < young_threshold < GC_THRESHOLD:
-        gc.set_threshold(GC_THRESHOLD, *older_thresholds)
+def release_freed_memory() -> None:
+    """Return freed memory to the system. `ENV_DEFAULTS` keeps up to 512 MB of it for the next step, which is useless
+    between two trainings."""
+    with contextlib.suppress(OSError, AttributeError):  # a C library other than glibc
+        ctypes.CDLL(None).malloc_trim(0)
 
 
-def set_env_defaults(environ: MutableMapping[str, str] | None = None) -> None:
-    """Set `ENV_DEFAULTS` in the environment; values of the user stay."""
-    environ = os.environ if environ is None else environ
-    for name, value in ENV_DEFAULTS.items():
-        environ.setdefault(name, value)
-    cache_root = environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    # A user without a name has no home folder, and no cache.
-    environ.setdefault(CACHE_ENV, os.path.join(cache_root, "rtrain") if os.path.isabs(cache_root) else "")
+# ---------------------------------------------------------------------------- the cores and the memory of a container
+
+
+def available_cores() -> int:
+    """Return the number of CPU cores for this process; a container or taskset may allow fewer than the machine has."""
+    quota = cpu_quota()
+    return _count_affinity_cores() if quota is None else max(1, min(_count_affinity_cores(), int(quota)))
+
+
+def _count_affinity_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def cpu_quota(root: Path = ROOT) -> float | None:
+    """Return the CPUs of this process's quota; None without one. `root`: folder with sys and proc."""
+    quotas = []
+    for folder in _cgroup_folders(root):
+        quota, period = (*(_read_words(folder / "cpu.max")), "", "")[:2]
+        if quota.isdigit() and period.isdigit() and int(period):
+            quotas.append(int(quota) / int(period))
+    return min(quotas, default=None)
+
+
+def free_memory_bytes(root: Path = ROOT) -> float | None:
+    """Return the bytes that this process's groups may still use; None without a limit. Files that the kernel can drop
+    at once count as free."""
+    free_bytes = []
+    for folder in _cgroup_folders(root):
+        limit, usage = _read_words(folder / "memory.max"), _read_words(folder / "memory.current")
+        if limit and usage and limit[0].isdigit() and int(limit[0]) < _physical_memory_bytes():
+            stat = _read_words(folder / "memory.stat")
+            reclaimable_bytes = int(stat[stat.index("inactive_file") + 1]) if "inactive_file" in stat else 0
+            free_bytes.append(int(limit[0]) - max(0, int(usage[0]) - reclaimable_bytes))
+    return max(0, min(free_bytes)) if free_bytes else None
+
+
+def describe_container_limits(cores: int | None = None, root: Path = ROOT) -> str | None:
+    """Describe the limits for the user; None if the process has all `cores` and all memory."""
+    cores = cores or _count_affinity_cores()
+    quota, free_bytes = cpu_quota(root), free_memory_bytes(root)
+    parts = [] if quota is None or quota >= cores else [f"{quota:g} of {cores} CPUs"]
+    parts += [] if free_bytes is None else [f"{free_bytes / 1e9:.1f} GB of memory"]
+    return f"limits of this container: {' and '.join(parts)}" if parts else None
+
+
+def _cgroup_folders(root: Path) -> Iterator[Path]:
+    """Yield the folders of this process's group and its parents; each may set a limit."""
+    for entry in _read_lines(root / CGROUP_MEMBERSHIP_FILE):
+        if entry.startswith("0::"):
+            # In a container the path may be the host's, whose folders are not mounted: the mount itself is its group.
+            group_path = Path(entry.removeprefix("0::").lstrip("/"))
+            for candidate_path in (group_path, *group_path.parents):
+                if (root / CGROUP_ROOT / candidate_path).is_dir():
+                    yield root / CGROUP_ROOT / candidate_path
+
+
+def _physical_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _read_words(path: Path) -> list[str]:
+    return " ".join(_read_lines(path)).split()
+
+
+def _read_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []

@@ -9,6 +9,12 @@ from pathlib import Path
 from typing import Any, Self
 
 FILE_NAME = "events.jsonl"
+ROW_EVENTS = (
+    *("tokenized", "tokens_reused", "strategy", "vocabulary", "quarantined_rows"),
+    *("unlabeled", "head", "labels", "overlap", "texts", "conflicts"),
+)
+"""Kinds of events about a run's rows, which are logged before the run is followed. The first event is of the first or
+second kind."""
 
 
 def make_phase_event(text: str, phase: str) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Models and data sets by hub name: the commit that a name means, its files here, and a copy that every node reads.
+"""Models and data sets by hub name: the commit of a name, its cached files, and a copy that every node can read.
 
-A name is `owner/name` or `name`, with `:subset` behind it for a part of a data set, and `@revision` (a branch, a tag or
-a commit) last.
+A name is `owner/name` or `name`, with an optional `:subset` of a data set, and an optional `@revision` (a branch, a tag
+or a commit) at the end.
 
-Fetched files lie in the cache of this machine's user, which other nodes do not have, and a branch may be another commit
-tomorrow. So a run freezes the commit into its configuration and keeps the files beside its token store, each with its
-SHA-256. Workers and tasks on any node read that copy, and a resume asks no hub.
+Other nodes lack the user's cache, and a branch may be another commit tomorrow. So a run freezes the commit into its
+configuration and keeps the files beside its token store, each with its SHA-256. Workers and tasks on any node read that
+copy, and a resume needs no hub.
 """
 
 import re
@@ -21,7 +21,7 @@ from rtrain.core import atomic_write, manifest
 from rtrain.core.errors import UserError
 
 PACKAGED_MODEL = "minilm"
-"""The model that comes as a Python package. It has the form of a hub name, but the hub is not asked for it."""
+"""The model in a Python package. It has the form of a hub name, but is never fetched."""
 RepoType = Literal["model", "dataset"]
 COPY_FOLDERS: dict[RepoType, str] = {"model": ".models", "dataset": ".data"}
 """Folders of the copies under the run root, beside `.tokens`."""
@@ -31,13 +31,13 @@ MODEL_FILE_PATTERNS = (
     *("model.safetensors.index.json", "modules.json", "1_Pooling/config.json"),
     *("generation_config.json", "vocab.json", "*.spm", "spiece.model"),
 )
-"""The files of a model that are fetched: `modules.json` and the next say how a sentence encoder pools, the last line is
-of models that write."""
+"""Fetched files of a model: `modules.json` and the next describe the pooling of a sentence encoder, the last line is of
+models that generate text."""
 HUB_TIMEOUT_S = 10.0
-"""Seconds in which the hub must answer the first question. Its client would try six times, the last time after 23 s."""
+"""Timeout of the first request to the hub. Its client would try six times, the last time after 23 s."""
 MIN_HARDLINK_BYTES = 1 << 20
-"""Larger files are linked if copy and cache share a disk, so that they take no room. Smaller files are copied: someone
-may edit them in place, and a link would change the cache too."""
+"""Larger files are linked if copy and cache share a disk, which costs no space. Smaller files are copied: a user may
+edit them in place, and a link would change the cache too."""
 
 _WORD = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 _HUB_NAME = re.compile(rf"(?P<repo>{_WORD}(?:/{_WORD})?)(?::(?P<subset>{_WORD}))?(?:@(?P<revision>[A-Za-z0-9._/-]+))?")
@@ -96,7 +96,7 @@ def matches_pinned(requested: str, pinned_text: str) -> bool:
 
 def pin_revision(repo_type: RepoType, hub_name: str) -> str:
     """The name with the commit that it means now. Raises `HubError`."""
-    return str(_pin_name(repo_type, _parse_or_raise(hub_name)))
+    return str(_pin(repo_type, hub_name))
 
 
 def fetch_model(hub_name: str, root: Path | None = None) -> Path:
@@ -106,7 +106,7 @@ def fetch_model(hub_name: str, root: Path | None = None) -> Path:
     """
     import huggingface_hub
 
-    name = _pin_name("model", _parse_or_raise(hub_name))
+    name = _pin("model", hub_name)
     if name.subset:
         raise HubError("a model has no subsets", f"write {name.repo}", code="conflicting_settings")
     if copied_folder := _find_copy("model", name, root):
@@ -139,7 +139,7 @@ def fetch_dataset(hub_name: str, root: Path | None = None) -> dict[str, list[Pat
     They are those of its copy under `root`, or else in this machine's cache, where it is fetched if needed. Raises
     `HubError`.
     """
-    name = _pin_name("dataset", _parse_or_raise(hub_name))
+    name = _pin("dataset", hub_name)
     if copied_folder := _find_copy("dataset", name, root):
         files_by_split: dict[str, list[Path]] = {}
         for path in sorted(copied_folder.glob("*.arrow")):
@@ -150,7 +150,7 @@ def fetch_dataset(hub_name: str, root: Path | None = None) -> dict[str, list[Pat
 
 def save_copy(repo_type: RepoType, hub_name: str, root: Path) -> None:
     """Copy the files of a hub name to their place under `root`, unless they are there. Raises `HubError`."""
-    name = _pin_name(repo_type, _parse_or_raise(hub_name))
+    name = _pin(repo_type, hub_name)
     if _find_copy(repo_type, name, root):
         return
     if repo_type == "model":
@@ -223,14 +223,11 @@ def _verify_copy(folder: Path) -> Path:
     return folder
 
 
-def _parse_or_raise(text: str) -> HubName:
+def _pin(repo_type: RepoType, text: str) -> HubName:
+    """Parse a hub name and resolve its commit."""
     name = parse_hub_name(text)
     if name is None:
         raise HubError(f"{text!r} is no hub name", "write owner/name, or owner/name@revision", code="invalid_name")
-    return name
-
-
-def _pin_name(repo_type: RepoType, name: HubName) -> HubName:
     return name._replace(revision=_resolve_commit(repo_type, name.repo, name.revision))
 
 
@@ -314,39 +311,27 @@ def _make_hub_error(repo_type: RepoType, name: HubName, error: Exception, subset
     endpoint = _hub_endpoint()
     first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
-    token_hint = "set a token with access: HF_TOKEN=..."
+    subset_names, token_hint = list(subsets), "set a token with access: HF_TOKEN=..."
     if isinstance(error, errors.GatedRepoError):
         page = f"{endpoint}/{'datasets/' if repo_type == 'dataset' else ''}{name.repo}"
-        return HubError(
-            f"{endpoint} gives {name.repo} only to those with access",
-            f"ask for it at {page}, and {token_hint}",
-            code="access_denied",
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return HubError(
-            f"{endpoint} has {name.repo}, and no revision {name.revision!r} of it",
-            "name a branch, tag or commit",
-            code="not_found",
-        )
-    if isinstance(error, errors.RepositoryNotFoundError) or status == 401:
+        reason, code = f"{endpoint} gives {name.repo} only to those with access", "access_denied"
+        fix = f"ask for it at {page}, and {token_hint}"
+    elif isinstance(error, errors.RevisionNotFoundError):
+        reason, code = f"{endpoint} has {name.repo}, and no revision {name.revision!r} of it", "not_found"
+        fix = "name a branch, tag or commit"
+    elif isinstance(error, errors.RepositoryNotFoundError) or status == 401:
         reason = f"{endpoint} has no {REPO_TYPE_NAMES[repo_type]} {name.repo} (not found, or private)"
-        return HubError(reason, f"check the name; of a private one {token_hint}", code="not_found")
-    if status == 403:
-        return HubError(f"{endpoint} refuses {name.repo} ({first_line})", token_hint, code="access_denied")
-    if _is_unreachable(error):
-        return HubError(
-            f"{endpoint} cannot be reached ({first_line})",
-            "try again when it answers",
-            is_unreachable=True,
-            code="unreachable",
-        )
-    if len(names := list(subsets)) > 1 and name.subset not in names:
-        subset_list = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
-        return HubError(
-            f"{name.repo} has several subsets ({subset_list})",
-            f"name one: {name.repo}:{names[0]}",
-            code="ambiguous_name",
-        )
-    return HubError(
-        f"{name.repo} could not be loaded ({first_line})", "write a file or folder instead", code="unreadable"
-    )
+        fix, code = f"check the name; of a private one {token_hint}", "not_found"
+    elif status == 403:
+        reason, fix, code = f"{endpoint} refuses {name.repo} ({first_line})", token_hint, "access_denied"
+    elif _is_unreachable(error):
+        reason, code = f"{endpoint} cannot be reached ({first_line})", "unreachable"
+        fix = "try again when it answers"
+    elif len(subset_names) > 1 and name.subset not in subset_names:
+        more = f" and {len(subset_names) - 20} more" if len(subset_names) > 20 else ""
+        reason = f"{name.repo} has several subsets ({', '.join(subset_names[:20])}{more})"
+        fix, code = f"name one: {name.repo}:{subset_names[0]}", "ambiguous_name"
+    else:
+        reason, code = f"{name.repo} could not be loaded ({first_line})", "unreadable"
+        fix = "write a file or folder instead"
+    return HubError(reason, fix, is_unreachable=code == "unreachable", code=code)

@@ -81,7 +81,7 @@ class RaggedArray:
         return (self.values[end - count : end] for end, count in zip(ends, self.counts, strict=True))
 
     def to_matrix(self, width: int) -> npt.NDArray[Any]:
-        """The values as [rows, width], if every row has `min_width` values."""
+        """Return the values as [rows, width], if every row has `width` values."""
         return self.values.reshape(len(self), width)
 
     def take(self, rows: Ints) -> "RaggedArray":
@@ -90,12 +90,12 @@ class RaggedArray:
 
 
 def flat_indices(counts: Int32s, rows: Ints) -> Ints:
-    """Where the values of `min_rows` stand, row after row, if all rows lie flat and row `r` has `counts[r]` values."""
+    """Return the indices of the values of `rows` in flat values, where row `r` has `counts[r]`."""
     return expand_ranges((np.cumsum(counts, dtype=np.int64) - counts)[rows], counts[rows])
 
 
 def expand_ranges(starts: Ints, counts: Int32s) -> Ints:
-    """For each n the `counts[n]` places from `starts[n]` on, one range after another."""
+    """Concatenate the ranges of `counts[n]` indices from `starts[n]` on."""
     ends = np.cumsum(counts, dtype=np.int64)
     indices: Ints = np.repeat(starts - (ends - counts), counts) + np.arange(counts.sum(dtype=np.int64))
     return indices
@@ -199,10 +199,10 @@ def pad_batch(tokens: TokenBatch, pad_id: int, min_width: int = 1, min_rows: int
     """The model's inputs input_ids, attention_mask and token_type_ids, each int64 of [windows, longest window], or of
     `min_width` columns and `min_rows` rows where these are more. Added rows repeat the last window: attention over no
     token at all is NaN in some graphs."""
-    windows, min_width = len(tokens.window_lengths), int(tokens.window_lengths.max(initial=min_width))
-    column_indices = np.arange(min_width)
+    windows, width = len(tokens.window_lengths), int(tokens.window_lengths.max(initial=min_width))
+    column_indices = np.arange(width)
     attention_mask = column_indices[None, :] < tokens.window_lengths[:, None]
-    ids = np.full((windows, min_width), pad_id, dtype=np.int64)
+    ids = np.full((windows, width), pad_id, dtype=np.int64)
     ids[attention_mask] = tokens.ids
     token_type_mask = (column_indices[None, :] >= tokens.pair_start[:, None]) & attention_mask
     inputs = {
@@ -222,10 +222,11 @@ def round_up(count: int, bits: int) -> int:
 
 
 def iter_batches(lengths: Int32s, order: Ints, max_rows: int, max_tokens: int) -> Iterable[Ints]:
-    """Cut `order` into batches of at most `max_rows` rows and `max_tokens` tokens; a longer row is alone in its
-    batch.
+    """Cut `order` into batches of at most `max_rows` rows and `max_tokens` tokens; a longer row is alone in its batch.
 
-    `window_lengths` has the tokens of every row, `order` the indices of the rows to batch.
+    Args:
+        lengths: tokens of every row.
+        order: indices of the rows to batch.
     """
     start, num_tokens = 0, 0
     for position, row in enumerate(order):

@@ -20,52 +20,46 @@ class Run:
     """
 
     def __init__(self, folder: Path):
-        self.folder = folder
+        self.folder, self.name = folder, folder.name
         self._log = events.EventTail(folder, from_start=True)
         self._events: list[dict[str, Any]] = []
+
+        self.config = folder / "config.yaml"
+        """The complete configuration; it marks a folder as a run."""
+        self.log = folder / events.FILE_NAME
+        self._decisions = folder / "decisions.json"
+        self.checkpoints = folder / "checkpoints"
+        self.artifact = folder / "artifact"
+        """The deployable folder of a finished run."""
+        self.int8_artifact = folder / "artifact-int8"
+        """The artifact's int8 version, by `rtrain quantize`."""
+        self.summary = folder / "summary.json"
+        self.report = folder / "report.html"
+        self.baselines = folder / "baselines.json"
+        """Scores of simple models on the same rows."""
+        self.ray_storage = folder / "ray"
+        """Ray Train's own files, a folder for each attempt."""
+        self.lock = folder / "lock"
+        """Held by the process that trains the run."""
+        self.stop_request = folder / "stop_request"
+        """Exists while the running attempt is asked to end after the next step."""
+        self.placement_group = folder / "placement_group"
+        """The id of the placement group of the running attempt."""
+
+        self.trials = folder / "trials.jsonl"
+        """The journal of a search: one JSON object a line."""
+        self.search_page = folder / "search.html"
+        self.best_config = folder / "best.yaml"
+        """The complete settings of a search's winner, for `rtrain train`."""
+        self.study_table = folder / "study.json"
+        """The table of a study of aggregation frequencies."""
+        self.study_page = folder / "study.html"
 
     def __repr__(self) -> str:
         return f"Run({str(self.folder)!r})"
 
     def __str__(self) -> str:
         return str(self.folder)
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    # ------------------------------------------------------------------------------------------------------ the files
-
-    @property
-    def config(self) -> Path:
-        """The complete configuration; it marks a folder as a run."""
-        return self.folder / "config.yaml"
-
-    @property
-    def log(self) -> Path:
-        return self.folder / events.FILE_NAME
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.folder / "checkpoints"
-
-    @property
-    def artifact(self) -> Path:
-        """The deployable folder of a finished run."""
-        return self.folder / "artifact"
-
-    @property
-    def int8_artifact(self) -> Path:
-        """The artifact's int8 version, by `rtrain quantize`."""
-        return self.folder / "artifact-int8"
-
-    @property
-    def summary(self) -> Path:
-        return self.folder / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        return self.folder / "report.html"
 
     def predictions(self, split: str) -> Path:
         """The rows of a split with their predictions."""
@@ -76,38 +70,13 @@ class Run:
         return self.folder / f"scores-{split}.json"
 
     @property
-    def baselines(self) -> Path:
-        """Scores of simple models on the same rows."""
-        return self.folder / "baselines.json"
-
-    @property
     def token_store(self) -> Path | None:
         """The newest token store named by the log, if it still exists: it lies beside the run, not in it."""
         store_folders = [Path(event["store"]) for event in self.events() if "store" in event]
         return store_folders[-1] if store_folders and (store_folders[-1] / "manifest.json").is_file() else None
 
-    @property
-    def ray_storage(self) -> Path:
-        """Ray Train's own files, a folder for each attempt."""
-        return self.folder / "ray"
-
-    @property
-    def lock(self) -> Path:
-        """Held by the process that trains the run."""
-        return self.folder / "lock"
-
-    @property
-    def stop_request(self) -> Path:
-        """Exists while the running attempt is asked to end after the next step."""
-        return self.folder / "stop_request"
-
-    @property
-    def placement_group(self) -> Path:
-        """The id of the placement group of the running attempt."""
-        return self.folder / "placement_group"
-
     def rung_predictions(self, step: int) -> Path:
-        """The predictions for the validation rows at a rung of a search (`rtrain.trainer.rung_predictions`)."""
+        """The predictions for the validation rows at a rung of a search (`rtrain.trainer.evaluate`)."""
         return self.folder / "rungs" / f"step-{step:08d}.safetensors"
 
     def hang_traceback(self, rank: int | str) -> Path:
@@ -155,30 +124,6 @@ class Run:
     # ------------------------------------------------------------------------------------------------------ a search
 
     @property
-    def trials(self) -> Path:
-        """The journal of a search: one JSON object a line."""
-        return self.folder / "trials.jsonl"
-
-    @property
-    def study_table(self) -> Path:
-        """The table of a study of aggregation frequencies, as JSON."""
-        return self.folder / "study.json"
-
-    @property
-    def study_page(self) -> Path:
-        return self.folder / "study.html"
-
-    @property
-    def search_page(self) -> Path:
-        """The result page of a search."""
-        return self.folder / "search.html"
-
-    @property
-    def best_config(self) -> Path:
-        """The complete settings of a search's winner, for `rtrain train`."""
-        return self.folder / "best.yaml"
-
-    @property
     def is_search(self) -> bool:
         return self.trials.is_file() or next(self.folder.glob("trial-[0-9]*/config.yaml"), None) is not None
 
@@ -223,21 +168,18 @@ class Run:
         Rank 0 alone reads and writes decisions, and broadcasts them (`collectives.decide_on_rank_zero`): a mounted
         folder may show other ranks an old file.
         """
-        path = self.folder / "decisions.json"
-        return json_files.load_json_object(path) if path.is_file() else {}
+        return json_files.load_json_object(self._decisions) if self._decisions.is_file() else {}
 
     def decide_once(self, name: str, value: Any) -> Any:
         """Return the decision of that name: the earlier one, else `value`, which is stored."""
         decisions = self.decisions
         if name in decisions:
             return decisions[name]
-        path = self.folder / "decisions.json"
-        atomic_write.write_text(path, json.dumps({**decisions, name: value}))
+        atomic_write.write_text(self._decisions, json.dumps({**decisions, name: value}))
         return value
 
 
-# ---------------------------------------------------------------------------------------------- runs and artifacts of
-# folders
+# ------------------------------------------------------------------------------------ runs and artifacts of folders
 
 
 def resolve_run(folder: Path) -> Run:
@@ -261,8 +203,7 @@ def resolve_run(folder: Path) -> Run:
         return winner
     if run.is_search:
         raise UserError(
-            f"{folder} is a search without a winner yet; resume it with: {run.resume_command}",
-            code="not_finished",
+            f"{folder} is a search without a winner yet; resume it with: {run.resume_command}", code="not_finished"
         )
     return run
 

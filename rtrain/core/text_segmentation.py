@@ -79,10 +79,8 @@ def join_words(words: Sequence[str]) -> tuple[str, list[Span]]:
     text, spans = "", list[Span]()
     for position, word in enumerate(words):
         previous_word = words[position - 1] if position else ""
-        word_before_previous, next_word = (
-            words[position - 2] if position > 1 else "",
-            words[position + 1] if position + 1 < len(words) else "",
-        )
+        word_before_previous = words[position - 2] if position > 1 else ""
+        next_word = words[position + 1] if position + 1 < len(words) else ""
         has_no_space = (
             not previous_word
             or word[:1] in _NO_SPACE_BEFORE

@@ -91,9 +91,8 @@ class RowOrder:
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.global_batch_size
         sequence_positions = self._permute_windows(epoch, start, min(start + self.global_batch_size, self.rows))
-        positions = (
-            sequence_positions if shuffle_version(self.rows) == 1 else self._map_to_blocks(epoch, sequence_positions)
-        )
+        has_blocks = shuffle_version(self.rows) > 1
+        positions = self._map_to_blocks(epoch, sequence_positions) if has_blocks else sequence_positions
         positions.setflags(write=False)
         return positions
 
@@ -117,12 +116,10 @@ class RowOrder:
         # The store's last block is short. It is permuted with the others, and shifts the positions after it.
         begin = int(self._derive_key(epoch, "short block")[0] % np.uint64(num_full_blocks + 1)) * BLOCK_ROWS
         short = (sequence_positions >= begin) & (sequence_positions < begin + rest)
-        slot, inside = np.divmod(
-            np.where(sequence_positions < begin, sequence_positions, sequence_positions - rest), BLOCK_ROWS
-        )
-        slot = np.clip(
-            slot, 0, num_full_blocks - 1
-        )  # only positions of the short block are outside; they are replaced below
+        in_full_blocks = np.where(sequence_positions < begin, sequence_positions, sequence_positions - rest)
+        slot, inside = np.divmod(in_full_blocks, BLOCK_ROWS)
+        # Only positions of the short block are outside; they are replaced below.
+        slot = np.clip(slot, 0, num_full_blocks - 1)
         # The places come from one shuffle window or two, so that their slots are few and lie side by side.
         first = int(slot.min())
         nearby_slots = np.arange(first, int(slot.max()) + 1, dtype=np.uint64)

@@ -22,8 +22,9 @@ import pyarrow
 
 from rtrain.config import DataConfig
 from rtrain.core.errors import ConfigError, Problem, UserError, escape, quote_value
+from rtrain.data import file_ranges, sources
 from rtrain.data.readers import squad, tabular
-from rtrain.data.readers.values import (
+from rtrain.data.readers.tabular import (
     explain_encode_error,
     is_json_list,
     replace_surrogates,
@@ -32,9 +33,7 @@ from rtrain.data.readers.values import (
     to_text,
     validate_words,
 )
-from rtrain.data.sources import digests, file_ranges, find, paths
-from rtrain.data.sources.find import ROLE_BY_SPLIT_NAME, SourceFile
-from rtrain.data.sources.paths import make_config_error, open_file, strip_query
+from rtrain.data.sources import ROLE_BY_SPLIT_NAME, SourceFile, make_config_error, open_file, strip_query
 
 
 class SourceRow(NamedTuple):
@@ -80,7 +79,7 @@ class DataSource:
 
     files: tuple[SourceFile, ...]
     columns: tuple[str, ...]
-    cached_digests: digests.DigestCache | None = None
+    cached_digests: sources.DigestCache | None = None
     """Digests of earlier starts; None until `with_cached_digests` loads them."""
 
     @property
@@ -92,12 +91,12 @@ class DataSource:
         return any(file.role == "test" for file in self.files)
 
     @cached_property
-    def file_digests(self) -> list[digests.FileDigest]:
+    def file_digests(self) -> list[sources.FileDigest]:
         """The digest of each file, in order.
 
         Computed once: the files may be large, and both the store's address and its manifest need them.
         """
-        return digests.compute_digests([file.uri for file in self.files], self.cached_digests or {})
+        return sources.compute_digests([file.uri for file in self.files], self.cached_digests or {})
 
     @property
     def sha256s(self) -> tuple[str, ...]:
@@ -107,7 +106,7 @@ class DataSource:
     def with_cached_digests(self, root: Path) -> "DataSource":
         """The same source, with the digests of earlier starts under `root`."""
         has_digests = self.cached_digests is not None or "file_digests" in vars(self)
-        return self if has_digests else replace(self, cached_digests=digests.load_cache(root))
+        return self if has_digests else replace(self, cached_digests=sources.load_cache(root))
 
     def digest(self) -> str:
         """SHA-256 over the role, format and bytes of each file, without names.
@@ -139,13 +138,13 @@ def inspect_source(data: DataConfig, root: Path | None = None) -> DataSource:
             continue
         reported_columns: set[tuple[str, tuple[str, ...]]] = set()  # files of one origin lack the same columns
         try:
-            for listed_file in find.find_files(field, uri, data.format, role, root):
+            for listed_file in sources.find_files(field, uri, data.format, role, root):
                 source_file, file_columns = _detect_columns(field, listed_file, data)
                 source_files.append(source_file)
                 columns = columns or file_columns
                 if (source_file.role, file_columns) not in reported_columns:
                     reported_columns.add((source_file.role, file_columns))
-                    name = uri if find.is_hub_name(uri, data.format) else Path(strip_query(source_file.uri)).name
+                    name = uri if sources.is_hub_name(uri, data.format) else Path(strip_query(source_file.uri)).name
                     problems += _find_missing_columns(data, file_columns, name, source_file.role)
         except ConfigError as error:
             problems += error.problems
@@ -157,9 +156,8 @@ def inspect_source(data: DataConfig, root: Path | None = None) -> DataSource:
 def _detect_columns(field: str, source_file: SourceFile, data: DataConfig) -> tuple[SourceFile, tuple[str, ...]]:
     """The file with the delimiter of its header line, and the names of its columns."""
     if source_file.format != "csv":
-        return source_file, _read_columns(
-            field, source_file, [column for _, column in _list_configured_columns(data, source_file.role)]
-        )
+        configured_columns = [column for _, column in _list_configured_columns(data, source_file.role)]
+        return source_file, _read_columns(field, source_file, configured_columns)
     source_file = source_file._replace(delimiter=data.delimiter or ",", escape=data.escape or "")
     columns = _read_columns(field, source_file)
     delimiter = next((sign for sign in DELIMITERS if sign in columns[0]), None)
@@ -178,24 +176,18 @@ def _read_columns(field: str, source_file: SourceFile, configured_columns: Seque
     """Names of the file's columns. Raises `ConfigError` if it has no columns or duplicate names. `configured_columns`
     are searched in all rows of JSON lines."""
     try:
-        with paths.wrap_storage_errors(field, source_file.uri):
-            column_names = list(
-                tabular.FIXED_COLUMNS.get(source_file.format) or _read_header(field, source_file, configured_columns)
-            )
+        with sources.wrap_storage_errors(field, source_file.uri):
+            fixed_columns = tabular.FIXED_COLUMNS.get(source_file.format)
+            column_names = list(fixed_columns or _read_header(field, source_file, configured_columns))
     except READ_ERRORS as error:
+        reason = f"not readable as {source_file.format} ({_first_line(error)})"
         fix = "write the file again, or correct data.format"
-        raise make_config_error(
-            field, source_file.uri, f"not readable as {source_file.format} ({_first_line(error)})", fix, "unreadable"
-        ) from None
+        raise make_config_error(field, source_file.uri, reason, fix, "unreadable") from None
     if not any(name.strip() for name in column_names):
-        raise make_config_error(
-            field, source_file.uri, "no header line", "name the columns in the first line", "no_header"
-        )
+        fix = "name the columns in the first line"
+        raise make_config_error(field, source_file.uri, "no header line", fix, "no_header")
     if duplicates := sorted({escape(name) or UNNAMED_COLUMN for name in column_names if column_names.count(name) > 1}):
-        reason, fix = (
-            f"two columns are called {', '.join(duplicates)}",
-            "give each column a name of its own, or remove it",
-        )
+        reason, fix = f"two columns are called {', '.join(duplicates)}", "give each its own name, or remove it"
         raise make_config_error(field, source_file.uri, reason, fix, "duplicate_columns")
     return tuple(column_names)
 
@@ -205,7 +197,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def _read_header(field: str, source_file: SourceFile, configured_columns: Sequence[str] = ()) -> list[str]:
-    """The names in the file's first line or schema."""
     with open_file(source_file.uri) as file:
         if source_file.format in ("csv", "tsv", "jsonl"):
             if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
@@ -227,33 +218,25 @@ def _read_header(field: str, source_file: SourceFile, configured_columns: Sequen
             rows = [document, *(row for _, row in islice(following, SCHEMA_SAMPLE_ROWS - 1) if isinstance(row, dict))]
             names = dict.fromkeys(name for row in rows for name in row)
             while any(name not in names for name in configured_columns) and (later := next(following, None)):
-                names |= dict.fromkeys(
-                    name for name in configured_columns if isinstance(later[1], dict) and name in later[1]
-                )
+                if isinstance(later[1], dict):
+                    names |= dict.fromkeys(name for name in configured_columns if name in later[1])
             return list(names)
         return list(tabular.read_arrow_schema(file, source_file.format).names)
 
 
 def _find_missing_columns(data: DataConfig, columns: tuple[str, ...], name: str, role: str) -> list[Problem]:
     problems = []
+    available_columns = ", ".join(escape(column) if column.strip() else UNNAMED_COLUMN for column in columns)
+    delimiter = next((sign for sign in DELIMITERS if sign in columns[0]), None) if len(columns) == 1 else None
     for field, column in _list_configured_columns(data, role):
-        if column not in columns:
-            suggestion = _suggest_column(column, columns)
-            fix = f"did you mean {escape(suggestion)}?" if suggestion else f"write --set data.{field}=COLUMN"
-            if len(columns) == 1 and (
-                sign := next((delimiter for delimiter in DELIMITERS if delimiter in columns[0]), None)
-            ):
-                fix = f"its columns look separated by {sign!r}: write --set data.format=csv"
-            available_columns = ", ".join(escape(column) if column.strip() else UNNAMED_COLUMN for column in columns)
-            problems.append(
-                Problem(
-                    f"data.{field}",
-                    column,
-                    "no such column",
-                    f"{name} has {available_columns}; {fix}",
-                    code="unknown_column",
-                )
-            )
+        if column in columns:
+            continue
+        suggestion = _suggest_column(column, columns)
+        fix = f"did you mean {escape(suggestion)}?" if suggestion else f"write --set data.{field}=COLUMN"
+        if delimiter:
+            fix = f"its columns look separated by {delimiter!r}: write --set data.format=csv"
+        fix = f"{name} has {available_columns}; {fix}"
+        problems.append(Problem(f"data.{field}", column, "no such column", fix, code="unknown_column"))
     return problems
 
 
@@ -267,15 +250,13 @@ def _suggest_column(name: str, columns: tuple[str, ...]) -> str | None:
 def _list_configured_columns(data: DataConfig, role: str) -> list[tuple[str, str]]:
     """(setting, column) for every column that the settings name; `role` is that of the file. Rows of a validation or
     test file are not split."""
-    settings_and_columns = [("text", data.text), *([("text_pair", data.text_pair)] if data.text_pair else [])]
-    settings_and_columns += [("group_column", data.group_column)] if data.group_column and role == "train" else []
-    settings_and_columns += [("split_column", data.split_column)] if data.split_column else []
-    settings_and_columns += [("id", data.id)] if data.id else []
-    return (
-        settings_and_columns
-        + [("label", name) for name in data.label_columns]
-        + [("slices", name) for name in data.slices]
-    )
+    settings = ("text_pair", *(("group_column",) if role == "train" else ()), "split_column", "id")
+    return [
+        ("text", data.text),
+        *((setting, column) for setting in settings if (column := getattr(data, setting))),
+        *(("label", column) for column in data.label_columns),
+        *(("slices", column) for column in data.slices),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------- inside the job
@@ -306,11 +287,11 @@ def reject_damaged_file(source_file: SourceFile) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not isinstance(error, READ_ERRORS) and not paths.is_storage_error(error):
+        if not isinstance(error, READ_ERRORS) and not sources.is_storage_error(error):
             raise
         # Damage is not one bad row: the number of rows after it is unknown.
         raise UserError(
-            f"{source_file.uri} cannot be read to its end ({paths.format_storage_error(error)}); copy or write it "
+            f"{source_file.uri} cannot be read to its end ({sources.format_storage_error(error)}); copy or write it "
             "again",
             code="damaged_file",
         ) from None
@@ -330,9 +311,8 @@ def iter_raw_rows(
     text.
     """
     if source_file.format in ("csv", "tsv"):
-        rows = tabular.iter_csv_rows(
-            file, source_file.format, part.lines_before, source_file.delimiter, source_file.escape
-        )
+        dialect = (source_file.format, part.lines_before, source_file.delimiter, source_file.escape)
+        rows = tabular.iter_csv_rows(file, *dialect)
         first = next(rows, (1, []))[1] if part.start == 0 else _read_header("data.path", source_file)
         header = [name.strip() for name in first]
         for line, values in rows:
@@ -350,14 +330,15 @@ def iter_raw_rows(
         for line, document in tabular.iter_json_rows(file, part.lines_before):
             yield line, document if isinstance(document, dict) else "not a JSON object; write one object a line"
     elif source_file.format == "conll":
-        yield from tabular.iter_conll_rows(file, bool(data.label_columns))
+        for sentence in tabular.read_sentences(file, bool(data.label_columns)):
+            yield sentence.line, sentence.reason or {"tokens": list(sentence.tokens), "tags": list(sentence.tags)}
     elif source_file.format == "squad":
-        yield from tabular.iter_squad_rows(file, bool(data.label_columns))
+        for question in squad.read_questions(file, bool(data.label_columns)):
+            yield question.line, question.reason or question.columns()
     else:
-        column_names = list(dict.fromkeys(column for _, column in _list_configured_columns(data, source_file.role)))
-        yield from enumerate(
-            tabular.iter_arrow_rows(file, source_file.format, column_names, part), start=part.lines_before + 1
-        )
+        columns = list(dict.fromkeys(column for _, column in _list_configured_columns(data, source_file.role)))
+        arrow_rows = tabular.iter_arrow_rows(file, source_file.format, columns, part)
+        yield from enumerate(arrow_rows, start=part.lines_before + 1)
 
 
 def parse_row(line: int, row: Mapping[str, Any] | str, data: DataConfig) -> SourceRow:
@@ -379,14 +360,11 @@ def _parse_columns(line: int, row: Mapping[str, Any], data: DataConfig) -> Sourc
     group = None if data.group_column is None else to_name(row.get(data.group_column))
     split = None if data.split_column is None else to_string(row.get(data.split_column)).strip()
     reason = validate_words(data, row) or _missing_text_reason(data, row) or _rejection_reason(data, text, pair, label)
-    if split is not None and split.lower() not in ROLE_BY_SPLIT_NAME:
-        reason = (
-            reason or f"column {data.split_column!r} names no split ({quote_value(split)}); write train, valid or test"
-        )
+    role = ROLE_BY_SPLIT_NAME.get((split or "").lower())
+    if split is not None and role is None and reason is None:
+        reason = f"column {data.split_column!r} names no split ({quote_value(split)}); write train, valid or test"
     row_id = "" if data.id is None else replace_surrogates(to_name(row.get(data.id)))
-    return SourceRow(
-        line, text, pair, label, reason, slices, group, ROLE_BY_SPLIT_NAME.get((split or "").lower()), row_id
-    )
+    return SourceRow(line, text, pair, label, reason, slices, group, role, row_id)
 
 
 def _format_label(row: Mapping[str, Any], data: DataConfig) -> str:
@@ -407,11 +385,8 @@ def _missing_text_reason(data: DataConfig, row: Mapping[str, Any]) -> str | None
         return None
     if not row:
         return f"no column {data.text!r}, nor any other; write a text or remove the row"
-    has = (
-        "it has "
-        f"{', '.join(map(quote_value, islice(row, MAX_NAMED_KEYS)))}{', ...' if len(row) > MAX_NAMED_KEYS else ''}"
-    )
-    return f"no column {data.text!r}; {has}; name one of these with --set data.text=NAME, or remove the row"
+    keys = ", ".join([*map(quote_value, islice(row, MAX_NAMED_KEYS)), *(["..."] if len(row) > MAX_NAMED_KEYS else [])])
+    return f"no column {data.text!r}; it has {keys}; name one of these with --set data.text=NAME, or remove the row"
 
 
 def _rejection_reason(data: DataConfig, text: str, pair: str | None, label: str) -> str | None:
@@ -436,18 +411,13 @@ def check_bad_row_share(num_bad: int, total_rows: int, examples: list[str], data
 
     The message lists the first five of `examples`, the bad lines with their reasons.
     """
-    if total_rows and num_bad > data.max_bad_rows * total_rows:
-        listed = "\n  ".join(examples[:5])
-        sufficient_share = min(
-            1.0, math.floor(1000 * num_bad / total_rows + 1) / 1000
-        )  # never below the share, however it is rounded
-        raise UserError(
-            f"{num_bad} of {total_rows} rows cannot be used (data.max_bad_rows={data.max_bad_rows:g}):\n  {listed}\n"
-            + (
-                f"Correct these lines, or quarantine them with --set data.max_bad_rows={sufficient_share:g}"
-                if num_bad < total_rows
-                else "Without these lines no row is left: correct them, or name other columns in data.text or "
-                "data.label"
-            ),
-            code="too_many_bad_rows",
-        )
+    if num_bad <= data.max_bad_rows * total_rows:
+        return
+    listed = "\n  ".join(examples[:5])
+    # Never below the share, however it is rounded.
+    sufficient_share = min(1.0, math.floor(1000 * num_bad / total_rows + 1) / 1000)
+    advice = f"Correct these lines, or quarantine them with --set data.max_bad_rows={sufficient_share:g}"
+    if num_bad == total_rows:
+        advice = "Without these lines no row is left: correct them, or name other columns in data.text or data.label"
+    problem = f"{num_bad} of {total_rows} rows cannot be used (data.max_bad_rows={data.max_bad_rows:g})"
+    raise UserError(f"{problem}:\n  {listed}\n{advice}", code="too_many_bad_rows")

@@ -106,11 +106,9 @@ def plan_worker_batch(store: Store, spec: StreamSpec, step: int) -> WorkerBatch:
 
 def _read_tokens(store: Store, positions: Ints, teacher_version: str | None) -> TokenBatch:
     tokens = store.read_tokens("train", positions)
-    return (
-        tokens
-        if teacher_version is None
-        else replace(tokens, teacher_logits=store.teacher_logits(teacher_version, positions))
-    )
+    if teacher_version is None:
+        return tokens
+    return replace(tokens, teacher_logits=store.teacher_logits(teacher_version, positions))
 
 
 def stream_batches(spec: StreamSpec, start: int, stop: int) -> Iterator[WorkerBatch]:
@@ -118,9 +116,8 @@ def stream_batches(spec: StreamSpec, start: int, stop: int) -> Iterator[WorkerBa
 
     Raises `IngestMismatch` if a step has other rows than the order says, and `UserError` if the store is damaged.
     """
-    segments = (
-        _make_dataset(spec, begin, min(begin + SEGMENT_STEPS, stop)) for begin in range(start, stop, SEGMENT_STEPS)
-    )
+    begins = range(start, stop, SEGMENT_STEPS)
+    segments = (_make_dataset(spec, begin, min(begin + SEGMENT_STEPS, stop)) for begin in begins)
     tables = (dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=4) for dataset in segments)
     yield from verify_batches(decode_tables(itertools.chain.from_iterable(tables)), spec, start)
 
@@ -201,11 +198,8 @@ def materialize_steps(batch: dict[str, Any], spec: StreamSpec, start: int) -> pa
     """The table rows of some steps; a single row with the error if the store is refused."""
     try:
         store = open_store(spec.store)
-        lines = [
-            line
-            for number in batch["id"]
-            for line in _to_table_rows(plan_worker_batch(store, spec, start + int(number)))
-        ]
+        batches = (plan_worker_batch(store, spec, start + int(number)) for number in batch["id"])
+        lines = [line for worker_batch in batches for line in _to_table_rows(worker_batch)]
     except UserError as error:
         # The error is returned as data: if raised, it would reach the worker inside a Ray error.
         lines = [{"error": str(error), "code": error.code}]
@@ -260,12 +254,8 @@ def decode_tables(tables: Iterable[Any]) -> Iterator[WorkerBatch]:
             tokens = TokenBatch(*arrays)
             if len(tokens):
                 outputs = table["outputs"][line].as_py()
-                no_outputs = np.empty((len(tokens), 0), dtype=np.float32)
-                micro_batches.append(
-                    replace(
-                        tokens, teacher_logits=tokens.teacher_logits.reshape(-1, outputs) if outputs else no_outputs
-                    )
-                )
+                shape = (-1, outputs) if outputs else (len(tokens), 0)
+                micro_batches.append(replace(tokens, teacher_logits=tokens.teacher_logits.reshape(shape)))
             if table["last"][line].as_py():
                 step, first_row_id, digest = (table[name][line].as_py() for name in ("step", "first_row_id", "digest"))
                 yield WorkerBatch(step, first_row_id, digest, tuple(micro_batches))

@@ -1,23 +1,27 @@
-"""Unlabeled rows, for a student that learns its teacher's outputs for them (`distill.unlabeled_rows_path`).
+"""A student's rows: labeled rows, and unlabeled rows that learn the teacher's outputs (`distill.unlabeled_rows_path`).
 
-They have a store of their own, so a teacher runs on them once for all students. A student's store has the labeled rows
-first, then the unlabeled rows that the teacher is confident of (`rtrain.data.store.merge`).
+The unlabeled rows have a store of their own, so a teacher runs on them once for all students. A student's store has the
+labeled rows first, then the unlabeled rows that the teacher is confident of, with the teacher's logits for both.
+Nothing is tokenized or computed again: shards are linked, indexes and logits are selected by position.
 """
 
+import os
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import pyarrow as pa
 
 from rtrain.config import AugmentConfig, DataConfig, Recipe
 from rtrain.core.errors import ConfigError, Problem
-from rtrain.core.ragged import Ints
-from rtrain.data import row_reader
-from rtrain.data.sources import digests
-from rtrain.data.sources.find import SourceFile, has_format_suffix
-from rtrain.data.sources.paths import file_suffix
+from rtrain.core.manifest import FileEntry
+from rtrain.core.ragged import Ints, RaggedArray
+from rtrain.data import row_reader, sources
+from rtrain.data.sources import SourceFile, file_suffix, has_format_suffix
+from rtrain.data.store import commit, store
 from rtrain.data.store.store import Store
 from rtrain.tasks import base
 
@@ -47,9 +51,8 @@ def without_labels(data: DataConfig, path: str | None) -> DataConfig:
     # A file keeps the format of the labeled rows if its suffix is the same or names no format: a .json can be a SQuAD
     # file, a .tsv can hold CoNLL sentences.
     has_own_format = path is not None and has_format_suffix(path) and file_suffix(path) != file_suffix(data.path or "")
-    return data.model_copy(
-        update={**neutral, **splits, "path": path, "format": None if has_own_format else data.format}
-    )
+    format = None if has_own_format else data.format
+    return data.model_copy(update={**neutral, **splits, "path": path, "format": format})
 
 
 def inspect_unlabeled(data: DataConfig, path: str, setting: str, root: Path | None = None) -> row_reader.DataSource:
@@ -71,9 +74,7 @@ def inspect_all_sources(recipe: Recipe, root: Path | None = None) -> row_reader.
         data_source = row_reader.inspect_source(recipe.data, root)
     except ConfigError as error:
         problems += error.problems
-    names = (
-        ("unlabeled_rows_path", "augmented_rows_path") if recipe.distill.augmented_copies else ("unlabeled_rows_path",)
-    )
+    names = ("unlabeled_rows_path", *(("augmented_rows_path",) if recipe.distill.augmented_copies else ()))
     for name in names if recipe.distill.teacher else ():
         if (path := getattr(recipe.distill, name)) is not None:
             try:
@@ -90,21 +91,17 @@ def split_source(data_source: row_reader.DataSource) -> tuple[row_reader.DataSou
     if all(file.role != ROLE for file in data_source.files):
         return data_source, replace(data_source, files=())
     pairs = list(zip(data_source.files, data_source.file_digests, strict=True))
-    return (
-        _with_files([(file, digest) for file, digest in pairs if file.role != ROLE], data_source),
-        _with_files(
-            [(file._replace(role="train"), digest) for file, digest in pairs if file.role == ROLE], data_source
-        ),
-    )
+    labeled = [(file, digest) for file, digest in pairs if file.role != ROLE]
+    unlabeled = [(file._replace(role="train"), digest) for file, digest in pairs if file.role == ROLE]
+    return _with_files(labeled, data_source), _with_files(unlabeled, data_source)
 
 
 def _with_files(
-    pairs: list[tuple[SourceFile, digests.FileDigest]], data_source: row_reader.DataSource
+    pairs: list[tuple[SourceFile, sources.FileDigest]], data_source: row_reader.DataSource
 ) -> row_reader.DataSource:
     new_source = replace(data_source, files=tuple(file for file, _ in pairs))
-    vars(new_source)["file_digests"] = [
-        digest for _, digest in pairs
-    ]  # fills the cached property, which would hash the files again
+    # Fills the cached property, which would hash the files again.
+    vars(new_source)["file_digests"] = [digest for _, digest in pairs]
     return new_source
 
 
@@ -125,29 +122,125 @@ def select_rows(
     positions = np.arange(unlabeled_store.num_rows("train"), dtype=np.int64)
     is_new = ~np.isin(unlabeled_store.text_keys("train"), labeled_keys)
     is_confident = np.ones(len(positions), dtype=np.bool_)
-    if confidence > 0:
-        is_confident = (
-            np.concatenate(
-                [_compute_confidence(unlabeled_store, task, teacher, part) for part in _split_blocks(positions)]
-            )
-            >= confidence
-        )
+    for first in range(0, len(positions) if confidence > 0 else 0, BLOCK):
+        block = positions[first : first + BLOCK]
+        is_confident[block] = _compute_confidence(unlabeled_store, task, teacher, block) >= confidence
     is_selected = is_new & is_confident
     return UnlabeledSelection(positions[is_selected], int((is_new & ~is_confident).sum()), int((~is_new).sum()))
-
-
-def _split_blocks(positions: Ints) -> list[Ints]:
-    return [positions[first : first + BLOCK] for first in range(0, len(positions), BLOCK)] or [positions]
 
 
 def _compute_confidence(
     unlabeled_store: Store, task: base.Task, teacher: str, positions: Ints
 ) -> npt.NDArray[np.float64]:
     """The teacher's confidence in each row, 0 to 1 (`Task.explain_rows`)."""
-    tokens, head, logits = (
-        unlabeled_store.read_tokens("train", positions),
-        unlabeled_store.manifest.head,
-        unlabeled_store.teacher_logits(teacher, positions),
-    )
+    tokens, head = unlabeled_store.read_tokens("train", positions), unlabeled_store.manifest.head
+    logits = unlabeled_store.teacher_logits(teacher, positions)
     outputs = np.split(logits, np.cumsum(tokens.row_lengths)[:-1]) if task.is_token_level else logits
     return task.explain_rows(task.row_results(outputs, tokens, head), tokens.row_targets, head).score
+
+
+# ----------------------------------------------------------------------------------------------------- the merged store
+
+UNLABELED_PREFIX = "unlabeled-"
+"""Prefix of the shards of unlabeled rows."""
+
+
+def merge_stores(
+    final: Path,
+    labeled_store: store.Store,
+    unlabeled_store: store.Store,
+    positions: Ints,
+    left_out: dict[str, int],
+    teacher: str,
+) -> store.Store:
+    """Build the store `final`: all of `labeled_store`, then the training rows of `unlabeled_store` at `positions`.
+
+    `left_out` counts the other rows, by reason. Both stores have the logits of `teacher`.
+    """
+    writer = store.StoreWriter(final)
+    try:
+        files = _link_files(writer.folder, labeled_store, unlabeled_store)
+        labeled_manifest, unlabeled_manifest = labeled_store.manifest, unlabeled_store.manifest
+        tables = {
+            "index-train.arrow": _merge_index(labeled_store, unlabeled_store, positions, len(labeled_manifest.shards)),
+            "rows-train.arrow": _merge_origins(
+                labeled_store.origins("train"), unlabeled_store.origins("train").take(positions)
+            ),
+        }
+        for name, table in tables.items():
+            files[name] = store.write_table(writer.folder / name, table)
+        logits_file = writer.folder / labeled_store.teacher_file(teacher).name
+        _merge_teacher_logits(logits_file, labeled_store, unlabeled_store, positions, teacher)
+        tokens = int(unlabeled_store.column("train", "length")[positions].sum(dtype=np.int64))
+        # Shards are numbered by their order here.
+        shards = [*labeled_manifest.shards, *(_prefix_shard_name(name) for name in unlabeled_manifest.shards)]
+        first = [name for name in files if name not in shards]
+        manifest = replace(
+            labeled_manifest,
+            digest=final.name,
+            rows={**labeled_manifest.rows, "train": labeled_manifest.rows["train"] + len(positions)},
+            tokens={**labeled_manifest.tokens, "train": labeled_manifest.tokens["train"] + tokens},
+            truncated=labeled_manifest.truncated + unlabeled_store.count_truncated("train", positions),
+            files={name: files[name] for name in [*first, *shards]},
+            sources={**labeled_manifest.sources, "unlabeled": unlabeled_manifest.sources.get("train", {})},
+            unlabeled={"rows": len(positions), **left_out, "bad": unlabeled_manifest.quarantined},
+        )
+        return writer.commit(manifest)
+    except BaseException:
+        writer.abandon()
+        raise
+
+
+def _prefix_shard_name(name: str) -> str:
+    return f"shards/{UNLABELED_PREFIX}{name.removeprefix('shards/')}"
+
+
+def _link_files(folder: Path, labeled_store: store.Store, unlabeled_store: store.Store) -> dict[str, FileEntry]:
+    """Link the unchanged files; returns their manifest entries by name."""
+    files = {}
+    for name, entry in labeled_store.manifest.files.items():
+        if not name.endswith("-train.arrow"):
+            _link_or_copy(labeled_store.folder / name, folder / name)
+            files[name] = entry
+    for path in labeled_store.folder.glob("quarantine*"):
+        _link_or_copy(path, folder / path.name)
+    for name in unlabeled_store.manifest.shards:
+        _link_or_copy(unlabeled_store.folder / name, folder / _prefix_shard_name(name))
+        files[_prefix_shard_name(name)] = unlabeled_store.manifest.files[name]
+    return files
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # storage without links
+        shutil.copyfile(source, target)
+
+
+def _merge_index(labeled_store: store.Store, unlabeled_store: store.Store, positions: Ints, shards: int) -> pa.Table:
+    index_columns = {}
+    for name in ("row_id", "shard", "offset", "length"):
+        labeled = labeled_store.column("train", name)
+        added = unlabeled_store.column("train", name)[positions] + (shards if name == "shard" else 0)
+        index_columns[name] = pa.array(np.concatenate([labeled, added], dtype=labeled.dtype))
+    targets: list[RaggedArray] = [labeled_store.targets("train"), unlabeled_store.targets("train", positions)]
+    return pa.table({**index_columns, "targets": store.make_list_column(commit.concat_ragged(targets))})
+
+
+def _merge_origins(labeled_origins: pa.Table, unlabeled_origins: pa.Table) -> pa.Table:
+    """Both tables, with empty slices for unlabeled rows."""
+    for name in labeled_origins.column_names[unlabeled_origins.num_columns :]:
+        unlabeled_origins = unlabeled_origins.append_column(
+            name, pa.array([""] * unlabeled_origins.num_rows, labeled_origins.schema.field(name).type)
+        )
+    return pa.concat_tables([labeled_origins, unlabeled_origins]).unify_dictionaries()
+
+
+def _merge_teacher_logits(
+    path: Path, labeled_store: store.Store, unlabeled_store: store.Store, positions: Ints, teacher: str
+) -> None:
+    labeled, added = labeled_store.open_teacher_logits(teacher), unlabeled_store.teacher_logits(teacher, positions)
+    shape = (len(labeled) + len(added), labeled.shape[1])
+    merged = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
+    merged[: len(labeled)], merged[len(labeled) :] = labeled, added
+    merged.flush()

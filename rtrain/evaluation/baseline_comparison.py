@@ -7,7 +7,7 @@ measured per single text, tokenizer included, on one thread. Measurements in a r
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -15,17 +15,13 @@ from rtrain.core import engines
 from rtrain.core.ragged import RaggedArray
 from rtrain.core.run_folder import Run
 from rtrain.data.store.store import Store, open_store
-from rtrain.evaluation.gate_rows import AnswerPair
+from rtrain.evaluation.pairing import AnswerPair
 from rtrain.metrics.registry import get_metric
 from rtrain.report import baselines
 
 TFIDF, TAGS = baselines.TFIDF, baselines.TAGS
 NOT_IN_REPORT = "the run's report has not measured it on these rows"
-NO_RIVAL_REASONS = {
-    "spans": "positions in a text",
-    "summary": "sentences of a text",
-    "tokens": "masked words",
-}
+NO_RIVAL_REASONS = {"spans": "positions in a text", "summary": "sentences of a text", "tokens": "masked words"}
 """Kinds of output without a reference model, with the end of the reason."""
 REPORT_ONLY_RIVALS = {"tags": TAGS, "labels": TFIDF, "heads": TFIDF}
 """Reference models that only a run's report measures, by kind of output."""
@@ -50,102 +46,73 @@ class Rival:
     """Reason for a missing measurement."""
 
 
-class RivalTrainingRows(NamedTuple):
-    """Texts and targets of the training rows, and of the validation rows that choose the hyperparameter."""
-
-    train: tuple[list[str], list[Any]]
-    valid: tuple[list[str], list[Any]]
-
-
 def read_reported_rivals(store: Store, split: str, folders: Sequence[Path]) -> Mapping[str, Rival]:
     """Read the reference models of a run's report on all rows of a split.
 
     The first of `folders` (artifacts) in a run with this store provides the report.
     """
-    runs = [run for run in (Run(folder.absolute().parent) for folder in folders) if run.token_store is not None]
-    reporting_run = next(
-        (run for run in runs if open_store(run.token_store or Path()).manifest.digest == store.manifest.digest), None
-    )
-    document = (
-        None
-        if reporting_run is None or not baselines.uses_all_rows(store, split)
-        else baselines.read_baselines(reporting_run)
-    )
-    if document is None:
+    if not baselines.uses_all_rows(store, split):
         return {}
-    return {
-        entry["name"]: Rival(entry["name"], entry["scores"][split], entry["ms"])
-        for entry in document["baselines"]
-        if split in entry["scores"] and "ms" in entry
-    }
+    for run in (Run(folder.absolute().parent) for folder in folders):
+        if run.token_store is not None and open_store(run.token_store).manifest.digest == store.manifest.digest:
+            document = baselines.read_baselines(run) or {"baselines": []}
+            return {
+                entry["name"]: Rival(entry["name"], entry["scores"][split], entry["ms"])
+                for entry in document["baselines"]
+                if split in entry["scores"] and "ms" in entry
+            }
+    return {}
 
 
 def measure_rivals(
-    pair: AnswerPair,
-    store: Store | None,
-    baseline_folder: Path,
-    reported_rivals: Mapping[str, Rival],
-    *,
-    trains_rivals: bool = True,
+    pair: AnswerPair, store: Store | None, reported_rivals: Mapping[str, Rival], trains_rivals: bool = True
 ) -> list[dict[str, Any]]:
     """Measure the candidate, then the reference models.
 
     Args:
         store: training rows of models that are missing in `reported_rivals`.
-        baseline_folder: the artifact of the baseline, with the tokenizer.
         trains_rivals: train missing models.
     """
-    task, head, candidate = pair.baseline.predictor.task, pair.baseline.head, pair.candidate
-    metric, texts = get_metric(task.output), [] if _explain_no_rival(pair) else pair.texts
+    task, candidate = pair.baseline.predictor.task, pair.candidate
+    metric, no_rival_reason = get_metric(task.output), _explain_no_rival(pair)
+    texts = [] if no_rival_reason else pair.texts
     readable = [text for text in texts if candidate.predictor.validate_input(text) is None]
     if not readable:
-        return [
-            asdict(measured_rival)
-            for measured_rival in (
-                Rival(CANDIDATE_NAME),
-                Rival(REFERENCE_MODELS, absence_reason=_explain_no_rival(pair) or NO_KNOWN_TOKENS),
-            )
-        ]
+        no_rival = Rival(REFERENCE_MODELS, absence_reason=no_rival_reason or NO_KNOWN_TOKENS)
+        return [asdict(Rival(CANDIDATE_NAME)), asdict(no_rival)]
     score = metric.main_scores(candidate.answers.row_results, candidate.targets, candidate.head)[metric.headline]
     ms = baselines.measure_text_ms(lambda some_texts: candidate.predictor.logits(list(some_texts)), readable)
-
-    def with_points_per_ms(rival: Rival) -> Rival:
-        assert rival.score is not None
-        assert rival.ms is not None
-        return replace(rival, points_per_ms=points_per_ms(score - rival.score, ms - rival.ms))
-
-    rivals = [Rival(CANDIDATE_NAME, score, ms)]
-    if (name := REPORT_ONLY_RIVALS.get(task.output)) is not None:
-        rival = (
-            with_points_per_ms(reported_rivals[name])
-            if name in reported_rivals
-            else Rival(name, absence_reason=NOT_IN_REPORT)
-        )
-        return [asdict(measured_rival) for measured_rival in (*rivals, rival)]
-    absence_reason = _explain_untrainable(pair, store)
-    rows = (
-        None
-        if store is None or absence_reason
-        else _read_training_rows(store, baseline_folder / "tokenizer.json", task.output)
-    )
-    if rows is not None and not baselines.has_known_tokens(rows.train[0]):
-        absence_reason, rows = NO_KNOWN_TOKENS, None
-    if TFIDF in reported_rivals:
-        rivals.append(with_points_per_ms(reported_rivals[TFIDF]))
-    elif rows is None or not trains_rivals:
-        rivals.append(Rival(TFIDF, absence_reason=absence_reason or NOT_IN_REPORT))
+    name = REPORT_ONLY_RIVALS.get(task.output, TFIDF)
+    if name in reported_rivals:
+        rival = reported_rivals[name]
+    elif task.output in REPORT_ONLY_RIVALS:
+        rival = Rival(name, absence_reason=NOT_IN_REPORT)
     else:
-        fit_model = baselines.fit_numbers if task.output == "number" else baselines.fit_labels
-        answer: AnswerTexts = fit_model(*rows)
-        predictions = answer(texts)
-        outcomes = (
-            RaggedArray.from_matrix(predictions)
-            if task.output == "number"
-            else baselines.certain_logits(predictions, head)
-        )
-        rival_score = metric.main_scores(outcomes, pair.baseline.targets, head)[metric.headline]
-        rivals.append(with_points_per_ms(Rival(TFIDF, rival_score, baselines.measure_text_ms(answer, texts))))
-    return [asdict(measured_rival) for measured_rival in rivals]
+        rival = _train_rival(pair, store, texts, trains_rivals)
+    if rival.score is not None and rival.ms is not None:
+        rival = replace(rival, points_per_ms=points_per_ms(score - rival.score, ms - rival.ms))
+    return [asdict(Rival(CANDIDATE_NAME, score, ms)), asdict(rival)]
+
+
+def _train_rival(pair: AnswerPair, store: Store | None, texts: Sequence[str], trains_rivals: bool) -> Rival:
+    """Train and measure TF-IDF with a linear model, or explain why it is not measured."""
+    task, head = pair.baseline.predictor.task, pair.baseline.head
+    absence_reason = _explain_untrainable(pair, store)
+    if store is None or absence_reason:
+        return Rival(TFIDF, absence_reason=absence_reason)
+    tokenizer = pair.baseline.predictor.folder / "tokenizer.json"
+    train, valid = (_read_training_rows(store, split, tokenizer, task.output) for split in ("train", "valid"))
+    if not baselines.has_known_tokens(train[0]):
+        return Rival(TFIDF, absence_reason=NO_KNOWN_TOKENS)
+    if not trains_rivals:
+        return Rival(TFIDF, absence_reason=NOT_IN_REPORT)
+    is_number = task.output == "number"
+    answer: AnswerTexts = (baselines.fit_numbers if is_number else baselines.fit_labels)(train, valid)
+    predictions = answer(texts)
+    results = RaggedArray.from_matrix(predictions) if is_number else baselines.certain_logits(predictions, head)
+    metric = get_metric(task.output)
+    score = metric.main_scores(results, pair.baseline.targets, head)[metric.headline]
+    return Rival(TFIDF, score, baselines.measure_text_ms(answer, texts))
 
 
 def _explain_no_rival(pair: AnswerPair) -> str:
@@ -170,14 +137,11 @@ def _explain_untrainable(pair: AnswerPair, store: Store | None) -> str:
     return "" if output == "number" or len(np.unique(store.targets("train").values)) > 1 else "there is only one label"
 
 
-def _read_training_rows(store: Store, tokenizer: Path, output: str) -> RivalTrainingRows:
-    parts = []
-    for split in ("train", "valid"):
-        texts, targets = baselines.read_rows(store, split, tokenizer)
-        pairs = zip(texts, targets.values.tolist(), strict=True)
-        labeled_rows = [(text, value) for text, value in pairs if output == "number" or value >= 0]
-        parts.append(([text for text, _ in labeled_rows], [value for _, value in labeled_rows]))
-    return RivalTrainingRows(*parts)
+def _read_training_rows(store: Store, split: str, tokenizer: Path, output: str) -> tuple[list[str], list[Any]]:
+    texts, targets = baselines.read_rows(store, split, tokenizer)
+    pairs = zip(texts, targets.values.tolist(), strict=True)
+    labeled_rows = [(text, value) for text, value in pairs if output == "number" or value >= 0]
+    return [text for text, _ in labeled_rows], [value for _, value in labeled_rows]
 
 
 def points_per_ms(gain: float, ms: float) -> float | None:

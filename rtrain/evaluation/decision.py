@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from rtrain.config import GateConfig
-from rtrain.evaluation import compare_summary
-from rtrain.evaluation.differences import McNemarTest, SliceDifference
-from rtrain.evaluation.significance import ALPHA, Difference
-from rtrain.metrics.slices import MIN_ROWS
+from rtrain.evaluation import significance
+from rtrain.evaluation.latency import LatencyComparison
+from rtrain.evaluation.significance import ALPHA, Difference, McNemarTest, PairedScores, SliceDifference
+from rtrain.metrics.scores import MIN_ROWS
 from rtrain.report.stats import wilson_interval
 
 Decision = Literal["promote", "hold", "refuse"]
@@ -25,8 +25,6 @@ or more, would promote any candidate."""
 
 @dataclass(frozen=True)
 class GateLimits:
-    """Limits of the settings `gate` for one kind of candidate."""
-
     max_score_drop: float
     max_slice_drop: float
     max_negative_flips: float
@@ -48,39 +46,16 @@ def make_limits(settings: GateConfig, is_student: bool) -> GateLimits:
 
 
 @dataclass(frozen=True)
-class LatencyComparison:
-    """Latency of texts of similar length, one per call, in milliseconds."""
-
-    bucket: str
-    baseline_p50: float
-    baseline_p99: float
-    p50: float
-    p99: float
-    calls: int
-    """Calls of each model."""
-    ratio: float
-    """Baseline median / candidate median; the median over rounds."""
-    low: float
-    high: float
-    """Interval of the ratio over rounds."""
-
-
-@dataclass(frozen=True)
 class GateMeasurements:
-    headline: Difference | None
-    """Candidate against baseline; None without scorable rows."""
-    mcnemar: McNemarTest | None = None
-    """Correct answers lost and won; None for answers that are not right or wrong."""
-    baseline_correct: int = 0
-    """Rows with a correct answer of the baseline."""
-    slices: tuple[SliceDifference, ...] = ()
+    scores: PairedScores
+    """Candidate against baseline; without a headline if no row can be scored."""
     speeds: tuple[LatencyComparison, ...] = ()
     megabytes: float = 0.0
     memory_mb: float | None = None
-    rejection_reasons: tuple[str, ...] = ()
-    """Reasons to refuse the candidate whatever its score."""
+    rejection_reason: str = ""
+    """Reason to refuse the candidate whatever its score."""
     unscored_reason: str = ""
-    """Reason for a missing `headline`."""
+    """Reason for a missing headline."""
     inherited_verdict: tuple[Decision, str] | None = None
     """Verdict of the baseline, unless it is `promote`."""
 
@@ -99,65 +74,48 @@ class GateVerdict:
     findings: tuple[GateFinding, ...]
     """All findings, the worst first."""
 
-    @property
-    def sentence(self) -> str:
-        return f"{self.decision}: {'; '.join(self.reasons)}"
-
 
 def decide(measured: GateMeasurements, limits: GateLimits) -> GateVerdict:
     """Return the worst decision of all findings. It is monotone: a worse measurement never improves it."""
     findings = sorted(_collect_findings(measured, limits), key=lambda finding: -DECISIONS.index(finding.decision))
-    return GateVerdict(
-        findings[0].decision,
-        tuple(finding.text for finding in findings if finding.decision == findings[0].decision),
-        tuple(findings),
-    )
+    worst = findings[0].decision
+    reasons = tuple(finding.text for finding in findings if finding.decision == worst)
+    return GateVerdict(worst, reasons, tuple(findings))
 
 
 def _collect_findings(measured: GateMeasurements, limits: GateLimits) -> Iterator[GateFinding]:
-    yield from (GateFinding("refuse", reason) for reason in measured.rejection_reasons)
+    scores = measured.scores
+    if measured.rejection_reason:
+        yield GateFinding("refuse", measured.rejection_reason)
     if measured.inherited_verdict is not None:
         yield GateFinding(*measured.inherited_verdict)
-    if measured.headline is not None:
-        yield _judge_score(measured.headline, limits.max_score_drop)
-    elif not measured.rejection_reasons:
+    if scores.headline is not None:
+        yield _judge_score(scores.headline, limits.max_score_drop)
+    elif not measured.rejection_reason:
         yield GateFinding("hold", measured.unscored_reason or "there are no rows to score")
-    if measured.mcnemar is not None and measured.baseline_correct:
-        yield _judge_negative_flips(measured.mcnemar, measured.baseline_correct, limits.max_negative_flips)
-    yield from _judge_slices(measured.slices, limits.max_slice_drop)
+    if scores.mcnemar is not None and scores.first_correct:
+        yield _judge_negative_flips(scores.mcnemar, scores.first_correct, limits.max_negative_flips)
+    yield from _judge_slices(scores.slices, limits.max_slice_drop)
     yield from (_judge_speed(speed, limits.min_speedup) for speed in measured.speeds)
     yield from _judge_limit("its files take", measured.megabytes, limits.max_megabytes)
     yield from _judge_limit("loaded, it takes", measured.memory_mb, limits.max_memory_mb)
 
 
 def _judge_score(difference: Difference, max_relative_drop: float) -> GateFinding:
-    if difference.rows < MIN_ROWS:
-        return GateFinding(
-            "hold",
-            f"{difference.rows} row{'' if difference.rows == 1 else 's'} are too few; at least {MIN_ROWS} are needed",
-        )
+    rows, max_drop = difference.rows, max_relative_drop * abs(difference.first)
+    if rows < MIN_ROWS:
+        return GateFinding("hold", f"{rows} row{'' if rows == 1 else 's'} are too few; at least {MIN_ROWS} are needed")
+    figures = f"{significance.format_difference(difference)}, on {rows:,} rows"
     if difference.first == difference.other == 0:
-        return GateFinding(
-            "hold", f"{compare_summary.format_difference(difference)}, on {difference.rows:,} rows: both scores are 0"
-        )
-    max_drop = max_relative_drop * abs(difference.first)
-    text = (
-        f"{compare_summary.format_difference(difference)}, on {difference.rows:,} rows; "
-        f"{compare_summary.format_size(difference, max_drop)} may be lost"
-    )
+        return GateFinding("hold", f"{figures}: both scores are 0")
+    text = f"{figures}; {significance.format_size(difference, max_drop)} may be lost"
     if difference.difference < -max_drop:
-        is_significant = difference.high < 0 and difference.p < ALPHA
-        return (
-            GateFinding("refuse", text)
-            if is_significant
-            else GateFinding("hold", f"{text}, which may be chance: use more rows")
-        )
+        if difference.high < 0 and difference.p < ALPHA:
+            return GateFinding("refuse", text)
+        return GateFinding("hold", f"{text}, which may be chance: use more rows")
     if difference.low < -EXCLUDED_DROP_FACTOR * max_drop:
-        return GateFinding(
-            "hold",
-            f"{text}; these rows do not exclude a drop of "
-            f"{compare_summary.format_size(difference, EXCLUDED_DROP_FACTOR * max_drop)}",
-        )
+        excluded_drop = significance.format_size(difference, EXCLUDED_DROP_FACTOR * max_drop)
+        return GateFinding("hold", f"{text}; these rows do not exclude a drop of {excluded_drop}")
     return GateFinding("promote", text)
 
 
@@ -165,8 +123,7 @@ def _judge_negative_flips(mcnemar: McNemarTest, baseline_correct: int, max_share
     share = mcnemar.lost / baseline_correct
     text = (
         f"{mcnemar.lost:,} of the baseline's {baseline_correct:,} correct answers are lost ({share:.1%}, and "
-        f"{mcnemar.won:,} won); "
-        f"{max_share:.1%} may be lost"
+        f"{mcnemar.won:,} won); {max_share:.1%} may be lost"
     )
     if share <= max_share:
         return GateFinding("promote", text)
@@ -181,31 +138,26 @@ def _judge_slices(slices: Sequence[SliceDifference], max_relative_drop: float) -
     Many small slices differ by chance. A slice below the limit by its own interval is held; it is refused if the
     corrected p is significant too.
     """
-    findings = []
+    any_below = False
     for slice_ in slices:
         difference = slice_.difference
         max_drop = max_relative_drop * abs(difference.first)
         if difference.difference < -max_drop and difference.high < 0:
+            any_below = True
             text = (
-                f"where {slice_.column} is {slice_.value}: {compare_summary.format_difference(difference)}, on "
-                f"{difference.rows:,} rows; "
-                f"{compare_summary.format_size(difference, max_drop)} may be lost in a slice"
+                f"where {slice_.column} is {slice_.value}: {significance.format_difference(difference)}, on "
+                f"{difference.rows:,} rows; {significance.format_size(difference, max_drop)} may be lost in a slice"
             )
-            findings.append(GateFinding("refuse" if difference.p < ALPHA else "hold", text))
-    if slices and not findings:
-        findings = [
-            GateFinding(
-                "promote", f"none of {len(slices)} slices is significantly worse by more than {max_relative_drop:.0%}"
-            )
-        ]
-    yield from findings
+            yield GateFinding("refuse" if difference.p < ALPHA else "hold", text)
+    if slices and not any_below:
+        text = f"none of {len(slices)} slices is significantly worse by more than {max_relative_drop:.0%}"
+        yield GateFinding("promote", text)
 
 
 def _judge_speed(speed: LatencyComparison, min_speedup: float) -> GateFinding:
     text = (
         f"{speed.bucket}: {speed.ratio:.2f} times as fast as the baseline ({speed.low:.2f} to {speed.high:.2f}; "
-        f"{speed.p50:.2f} ms "
-        f"against {speed.baseline_p50:.2f}); the limit is {min_speedup:g}"
+        f"{speed.p50:.2f} ms against {speed.baseline_p50:.2f}); the limit is {min_speedup:g}"
     )
     if speed.low >= min_speedup:
         return GateFinding("promote", text)

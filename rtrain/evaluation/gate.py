@@ -28,19 +28,26 @@ from rtrain.core.ragged import Ints
 from rtrain.core.run_folder import Run
 from rtrain.data import row_reader
 from rtrain.data.store.store import Store
-from rtrain.evaluation import baseline_comparison, decision, gate_rows, latency, memory_footprint
+from rtrain.evaluation import baseline_comparison, decision, latency, pairing, significance
 from rtrain.evaluation.decision import Decision, GateMeasurements
-from rtrain.evaluation.gate_rows import AnswerPair, CachedAnswers, CandidateScores, IncomparableModels, TokenizationSpec
+from rtrain.evaluation.pairing import AnswerPair, CachedAnswers, IncomparableModels, ModelAnswers
+from rtrain.evaluation.row_scores import select_scores
+from rtrain.evaluation.significance import PairedScores, RowScores
 from rtrain.inference import artifact, score
 from rtrain.inference.artifact import Artifact, ArtifactError
 from rtrain.inference.predictor import Predictor
-from rtrain.models import int8_support
-from rtrain.report.row_predictions import SPLITS
+from rtrain.metrics import per_class
+from rtrain.metrics.bootstrap import SumMetric
+from rtrain.metrics.classes import ACCURACY_WITH_ABSTENTIONS
+from rtrain.metrics.registry import get_metric
+from rtrain.models import precision
+from rtrain.report.collect import SPLITS
 from rtrain.runs import run_folders
 
 SCHEMA_VERSION = 2
 DEFAULT_RECIPE = "intent"
 """The recipe whose limits apply to an artifact outside of its run."""
+NO_ROWS = "the run has neither test rows nor validation rows; write --data with a file of rows"
 OnEvent = Callable[[dict[str, Any]], None]
 
 
@@ -77,8 +84,9 @@ def prepare_request(candidate: Path, baseline: Path, overrides: Mapping[str, Any
     `overrides` are dotted settings: `data.path` is a file of rows, `gate.*` the limits. Other settings come from the
     run of the candidate, or of the baseline.
     """
+    data_settings = {name: value for name, value in overrides.items() if name.startswith("data.")}
+    settings = {name: value for name, value in overrides.items() if name not in data_settings}
     run = next((run for run in (Run(candidate.parent), Run(baseline.parent)) if run.exists), None)
-    settings = {name: value for name, value in overrides.items() if not name.startswith("data.")}
     config = (
         configuration.load_config(DEFAULT_RECIPE, settings)
         if run is None
@@ -88,36 +96,27 @@ def prepare_request(candidate: Path, baseline: Path, overrides: Mapping[str, Any
     candidate_store = score.find_training_store(candidate, artifact.read_artifact(candidate))
     baseline_store = score.find_training_store(baseline, baseline_metadata, sibling_store=candidate_store)
     stores = [store for store in (baseline_store, candidate_store) if store is not None]
-    data_settings = {name: value for name, value in overrides.items() if name.startswith("data.")}
+    rows: Store | DataConfig
     if "data.path" in data_settings:
-        rows: Any = score.resolve_scoring_settings(baseline_metadata, data_settings)
+        rows = score.resolve_scoring_settings(baseline_metadata, data_settings)
         row_reader.inspect_source(rows)  # before two models are loaded
     elif data_settings:
+        reason = "sets how a file is read, but there is no file"
         fix = "write --data with a file of rows, or leave it out"
-        raise ConfigError(
-            [
-                Problem(
-                    min(data_settings),
-                    None,
-                    "sets how a file is read, but there is no file",
-                    fix,
-                    code="conflicting_settings",
-                )
-            ]
-        )
+        raise ConfigError([Problem(min(data_settings), None, reason, fix, code="conflicting_settings")])
     elif not stores:
-        reason = "neither has a run with a token store"
         raise UserError(
-            f"no rows for {candidate} and {baseline}: {reason}; write --data with a file of rows",
+            f"no rows for {candidate} and {baseline}: neither has a run with a token store; write --data with a file "
+            "of rows",
             code="no_rows",
         )
     else:
         rows = stores[0]
-    threads = config.deploy.serve.threads
     extra_stores = tuple(store for store in stores if store is not rows)
-    return GateRequest(
-        candidate, baseline, rows, baseline_store, threads, extra_stores=extra_stores
-    ), config.recipe.gate
+    request = GateRequest(
+        candidate, baseline, rows, baseline_store, config.deploy.serve.threads, extra_stores=extra_stores
+    )
+    return request, config.recipe.gate
 
 
 def run_gate(
@@ -148,47 +147,34 @@ def run_gate(
     metadata, baseline_metadata = artifact.read_artifact(request.candidate), artifact.read_artifact(request.baseline)
     is_student = baseline_metadata.version != "" and metadata.lineage.get("teacher") == baseline_metadata.version
     limits = decision.make_limits(settings, is_student)
+    pair, rejection_reason, unscored_reason = None, "", ""
+    scores, speeds, rivals = PairedScores(), list[latency.LatencyComparison](), list[dict[str, Any]]()
     with _restore_torch_threads():
-        pair, scores, rejection_reason = _collect_answers(request, on_event)
-        speeds: list[decision.LatencyComparison] = []
-        if pair is not None and request.measures_latency:
-            on_event(events.make_phase_event("measuring the latency of both models", "latency"))
-            latency_rows = latency.choose_rows(pair.lengths.tolist())
-            timed_rows = [row for positions in latency_rows.values() for row in positions]
-            speeds = latency.measure_latency(
-                pair.baseline.make_row_answerer(timed_rows),
-                pair.candidate.make_row_answerer(timed_rows),
-                latency_rows,
-                settings.latency_seconds,
-            )
-        rivals: list[dict[str, Any]] = []
+        baseline = Predictor.load(request.baseline, request.threads)
+        try:
+            pair = _answer_rows(request, baseline, on_event)
+        except (ArtifactError, IncomparableModels) as error:
+            rejection_reason = str(error)
+        else:
+            unscored_reason = NO_ROWS if pair is None else ""
         if pair is not None:
+            scores, unscored_reason = score_pair(pair)
+            if request.measures_latency:
+                on_event(events.make_phase_event("measuring the latency of both models", "latency"))
+                speeds = _measure_latency(pair, settings.latency_seconds)
             on_event(events.make_phase_event("measuring reference models on the same rows", "rivals"))
-            rivals = baseline_comparison.measure_rivals(
-                pair,
-                request.training_store,
-                request.baseline,
-                _read_reported_rivals(request, pair),
-                trains_rivals=trains_rivals,
-            )
+            reported_rivals = _read_reported_rivals(request, pair)
+            rivals = baseline_comparison.measure_rivals(pair, request.training_store, reported_rivals, trains_rivals)
     memory: list[float | None] = [None, None]
     if (measures_memory or settings.max_memory_mb is not None) and not rejection_reason:
         on_event(events.make_phase_event("measuring memory", "memory"))
         memory = [
-            memory_footprint.measure_memory_mb(folder, request.threads)
-            for folder in (request.candidate, request.baseline)
+            latency.measure_memory_mb(folder, request.threads) for folder in (request.candidate, request.baseline)
         ]
+    megabytes = latency.measure_files_mb(request.candidate)
+    inherited_verdict = _inherit_verdict(baseline_metadata)
     measurements = GateMeasurements(
-        scores.headline,
-        scores.mcnemar,
-        scores.baseline_correct,
-        scores.slices,
-        tuple(speeds),
-        memory_footprint.measure_files_mb(request.candidate),
-        memory[0],
-        (rejection_reason,) if rejection_reason else (),
-        scores.unscored_reason,
-        _inherit_verdict(baseline_metadata),
+        scores, tuple(speeds), megabytes, memory[0], rejection_reason, unscored_reason, inherited_verdict
     )
     verdict = decision.decide(measurements, limits)
     return {
@@ -211,8 +197,8 @@ def run_gate(
         "slices": [asdict(slice_difference) for slice_difference in scores.slices],
         "classes": list(scores.classes),
         "latency": [asdict(speed) for speed in speeds],
-        "megabytes": round(measurements.megabytes, 2),
-        "baseline_megabytes": round(memory_footprint.measure_files_mb(request.baseline), 2),
+        "megabytes": round(megabytes, 2),
+        "baseline_megabytes": round(latency.measure_files_mb(request.baseline), 2),
         "memory_mb": memory[0],
         "baseline_memory_mb": memory[1],
         "differing_rows": 0 if pair is None else pair.differing_rows,
@@ -226,38 +212,63 @@ def run_gate(
     }
 
 
-def _collect_answers(request: GateRequest, on_event: OnEvent) -> tuple[AnswerPair | None, CandidateScores, str]:
-    """Predict and score the rows: (answers of both, their scores, why the candidate is rejected)."""
-    no_scores = CandidateScores(None, (), None, 0, ())
-    baseline = Predictor.load(request.baseline, request.threads)
-    try:
-        candidate = Predictor.load(request.candidate, request.threads)
-    except ArtifactError as error:
-        return None, no_scores, str(error)
-    try:
-        if isinstance(request.rows, DataConfig):
-            on_event(events.make_phase_event("both models predict the rows of the file", "answers"))
-            pair = gate_rows.answer_file(baseline, candidate, request.rows, request.extra_stores)
-        else:
-            split = next((name for name in SPLITS if request.rows.num_rows(name)), None)
-            positions = None
-            if request.subset is not None:
-                split, positions = request.subset
-            if split is None:
-                unscored = "the run has neither test rows nor validation rows; write --data with a file of rows"
-                return None, CandidateScores(None, (), None, 0, (), unscored), ""
-            count = request.rows.num_rows(split) if positions is None else len(positions)
-            on_event(events.make_phase_event(f"both models predict {count:,} {split} rows", "answers"))
-            tokenizations = (
-                TokenizationSpec.from_artifact(request.baseline, baseline.artifact),
-                TokenizationSpec.from_artifact(request.candidate, candidate.artifact),
-            )
-            cached_answers = request.cached_answers if split == "test" else None
-            stores = (request.rows, *request.extra_stores)
-            pair = gate_rows.answer_store(baseline, candidate, stores, split, tokenizations, cached_answers, positions)
-    except IncomparableModels as error:
-        return None, no_scores, str(error)
-    return pair, gate_rows.score_candidate(pair), ""
+def _answer_rows(request: GateRequest, baseline: Predictor, on_event: OnEvent) -> AnswerPair | None:
+    """Predict the rows with both models; None if the run has no rows.
+
+    Raises `ArtifactError` or `IncomparableModels` for a candidate to refuse.
+    """
+    candidate = Predictor.load(request.candidate, request.threads)
+    if isinstance(request.rows, DataConfig):
+        on_event(events.make_phase_event("both models predict the rows of the file", "answers"))
+        return pairing.answer_file(baseline, candidate, request.rows, request.extra_stores)
+    if request.subset is not None:
+        split, positions = request.subset
+        count = len(positions)
+    elif any(map(request.rows.num_rows, SPLITS)):
+        split, positions = _first_split(request.rows), None
+        count = request.rows.num_rows(split)
+    else:
+        return None
+    on_event(events.make_phase_event(f"both models predict {count:,} {split} rows", "answers"))
+    cached_answers = request.cached_answers if split == "test" else None
+    stores = (request.rows, *request.extra_stores)
+    return pairing.answer_store(baseline, candidate, stores, split, cached_answers, positions)
+
+
+def _first_split(store: Store) -> str:
+    return next(name for name in SPLITS if store.num_rows(name))
+
+
+def score_pair(pair: AnswerPair) -> tuple[PairedScores, str]:
+    """Score both models' answers: (scores, why there is no headline)."""
+    output = pair.baseline.predictor.task.output
+    metric, models = get_metric(output), (pair.baseline, pair.candidate)
+    sums = [metric.make_sum_metric(model.answers.row_results, model.targets, model.head) for model in models]
+    # If both models reject out-of-scope rows, score the rows that McNemar's test counts.
+    rejects_rows = all(ACCURACY_WITH_ABSTENTIONS in model_sums.scores() for model_sums in sums)
+    headline = ACCURACY_WITH_ABSTENTIONS if rejects_rows else metric.headline
+
+    def score_model(model: ModelAnswers, model_sums: SumMetric) -> RowScores:
+        answers = model.answers.row_results, model.targets, model.head
+        return RowScores(
+            model_sums,
+            headline,
+            is_correct=metric.mark_correct(*answers) & ~model.has_unknown_label if metric.mark_correct else None,
+            slice_scores=select_scores(model_sums, (headline,)),
+            classes=per_class.collect_classes(metric.build_tables(*answers)) if metric.build_tables else (),
+        )
+
+    columns = {name: [value or "" for value in values] for name, values in pair.columns.items()}
+    first, other = map(score_model, models, sums)
+    scores = significance.compare_models(output, first, other, columns, pair.lengths)
+    return scores, f"{headline} is not finite" if scores.headline is None else ""
+
+
+def _measure_latency(pair: AnswerPair, seconds: float) -> list[latency.LatencyComparison]:
+    rows = latency.choose_rows(pair.lengths.tolist())
+    timed_rows = [row for positions in rows.values() for row in positions]
+    baseline, candidate = (model.make_row_answerer(timed_rows) for model in (pair.baseline, pair.candidate))
+    return latency.measure_latency(baseline, candidate, rows, seconds)
 
 
 def _read_reported_rivals(request: GateRequest, pair: AnswerPair) -> Mapping[str, baseline_comparison.Rival]:
@@ -267,7 +278,7 @@ def _read_reported_rivals(request: GateRequest, pair: AnswerPair) -> Mapping[str
     """
     if isinstance(request.rows, DataConfig) or request.subset is not None:
         return {}
-    split = next(name for name in SPLITS if request.rows.num_rows(name))
+    split = _first_split(request.rows)
     if len(pair.lengths) != request.rows.num_rows(split):
         return {}
     return baseline_comparison.read_reported_rivals(request.rows, split, (request.candidate, request.baseline))
@@ -291,7 +302,7 @@ def describe_host(threads: int) -> dict[str, Any]:
     return {
         "name": platform.node(),
         "processor": platform.machine(),
-        "int8": list(int8_support.detect_int8().instructions),
+        "int8": list(precision.detect_int8().instructions),
         "cores": env.available_cores(),
         "threads": threads,
         "python": platform.python_version(),

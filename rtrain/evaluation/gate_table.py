@@ -1,4 +1,7 @@
-"""The gate document as text: a table of both models, the reference models, and the verdict in one sentence."""
+"""The gate document as text: a table of both models, the reference models, and the verdict in one sentence.
+
+`rtrain inspect` imports it, which needs the core alone.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,44 +38,33 @@ def format_rivals(document: dict[str, Any]) -> Iterator[str]:
 
     Yields nothing if the candidate could not be compared. Milliseconds cover texts of all lengths, with the tokenizer.
     """
-    candidate, *rival_entries = document["rivals"] or [None]
+    candidate, *rivals = document["rivals"] or [None]
     sign = split_sign(document["headline"]["name"] if document["headline"] else "")[1]
-    for rival in rival_entries:
+    for rival in rivals:
         if rival["absence_reason"]:
             yield f"{rival['name']}: not measured: {rival['absence_reason']}"
             continue
-        point_difference = 100 * (candidate["score"] - rival["score"])
-        points_per_ms = rival["points_per_ms"]
-        price_text = (
-            "at no cost of time" if points_per_ms is None else f"{points_per_ms:.2f} for each further millisecond"
-        )
-        relation = "ahead of" if point_difference >= 0 else "behind"
-        score = sign * rival["score"]
-        yield (
-            f"{rival['name']}: {score:.3f} at {rival['ms']:.2f} ms; {abs(point_difference):.1f} points {relation} "
-            f"it, {price_text}"
-        )
+        points, points_per_ms = 100 * (candidate["score"] - rival["score"]), rival["points_per_ms"]
+        relation = f"{abs(points):.1f} points {'ahead of' if points >= 0 else 'behind'} it"
+        price = "at no cost of time" if points_per_ms is None else f"{points_per_ms:.2f} for each further millisecond"
+        yield f"{rival['name']}: {sign * rival['score']:.3f} at {rival['ms']:.2f} ms; {relation}, {price}"
 
 
 def _format_lines(document: dict[str, Any]) -> Iterator[str]:
-    baseline = document["baseline"]
-    yield f"against {baseline['name']} {baseline['version']}, on {document['rows']:,} {document['source'] or 'rows'}"
+    baseline, rows = document["baseline"], f"{document['rows']:,}"
+    yield f"against {baseline['name']} {baseline['version']}, on {rows} {document['source'] or 'rows'}"
     yield ""
     yield f"{'':<34}{'baseline':>11}{'candidate':>11}"
     for entry in document["scores"]:
-        name, sign = split_sign(entry["name"])
-        first, other, difference = (sign * entry[key] for key in ("first", "other", "difference"))
+        name, figures, sign = _format_difference_cells(entry)
         low, high = sorted((sign * entry["low"], sign * entry["high"]))
-        yield f"{name:<34}{first:>11.4f}{other:>11.4f}  {difference:+.4f} ({low:.4f} to {high:.4f})"
+        yield f"{name:<34}{figures} ({low:.4f} to {high:.4f})"
     for entry in document["slices"][:MAX_SLICES]:
-        slice_difference, (score, sign) = entry["difference"], split_sign(entry["difference"]["name"])
-        first, other, difference = (sign * slice_difference[key] for key in ("first", "other", "difference"))
+        score, figures, _ = _format_difference_cells(entry["difference"])
         name = f"{score}, {entry['column']} {entry['value']}"[:33]
-        yield f"{name:<34}{first:>11.4f}{other:>11.4f}  {difference:+.4f} ({slice_difference['rows']:,} rows)"
+        yield f"{name:<34}{figures} ({entry['difference']['rows']:,} rows)"
     if classes := document["classes"]:
-        yield ""
-        yield from per_class.format_pairs(classes, ("base", "cand."))
-        yield ""
+        yield from ("", *per_class.format_pairs(classes, ("base", "cand.")), "")
     for entry in document["latency"]:
         speedup_text = (
             f"  {entry['ratio']:.2f} times as fast ({entry['low']:.2f} to {entry['high']:.2f}), "
@@ -83,25 +75,23 @@ def _format_lines(document: dict[str, Any]) -> Iterator[str]:
     yield f"{'MB, all files':<34}{document['baseline_megabytes']:>11.1f}{document['megabytes']:>11.1f}"
     if document["memory_mb"] is not None:
         yield f"{'MB, loaded':<34}{document['baseline_memory_mb']:>11.1f}{document['memory_mb']:>11.1f}"
-    if document["differing_rows"]:
-        yield (
-            f"{document['differing_rows']:,} of {document['rows']:,} rows have other tokens than with the baseline's "
-            "tokenizer"
-        )
+    if differing_rows := document["differing_rows"]:
+        yield f"{differing_rows:,} of {rows} rows have other tokens than with the baseline's tokenizer"
     if unknown := document["unknown_labels"]:
-        yield (
-            f"{unknown:,} of {document['rows']:,} rows have a label that the baseline lacks; they count as wrong "
-            "for both"
-        )
-    if (excluded_rows := document["excluded_rows"]) is None:
+        yield f"{unknown:,} of {rows} rows have a label that the baseline lacks; they count as wrong for both"
+    if (excluded := document["excluded_rows"]) is None:
         yield "unknown whether the candidate was trained on these rows: a token store or its keys are missing"
-    elif excluded_rows:
-        yield (
-            f"{excluded_rows:,} more rows are excluded: the candidate was trained on them, or one model was tuned "
-            "by them"
-        )
+    elif excluded:
+        yield f"{excluded:,} more rows are excluded: the candidate was trained on them, or one model was tuned by them"
     yield from (f"beside it, {line}" for line in format_rivals(document))
     yield ""
     yield from (f"{finding['decision']:<8} {finding['text']}" for finding in document["findings"])
     yield ""
     yield f"{format_sentence(document)} ({document['seconds']:.0f} s)"
+
+
+def _format_difference_cells(difference: dict[str, Any]) -> tuple[str, str, int]:
+    """Return (name of the score, its cells, sign)."""
+    name, sign = split_sign(difference["name"])
+    first, other, change = (sign * difference[key] for key in ("first", "other", "difference"))
+    return name, f"{first:>11.4f}{other:>11.4f}  {change:+.4f}", sign

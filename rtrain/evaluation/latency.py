@@ -1,4 +1,6 @@
-"""Interleaved latency of two models, so that noise of the machine affects both.
+"""Latency and memory of models on this machine.
+
+Latency of two models is interleaved, so that noise of the machine affects both.
 
 In each round both models predict the same texts, one model after the other, and the first one alternates. A round gives
 one ratio of medians; the result is an interval over rounds. The models do not alternate text by text: each would evict
@@ -7,12 +9,16 @@ the other's weights from the caches, which does not happen in an endpoint.
 
 import math
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
-from rtrain.evaluation.decision import LatencyComparison
+from rtrain.core.errors import UserError
 
 MIN_ROUNDS, MAX_ROUNDS = 9, 51
 """Nine rounds are enough for an interval without the fastest and the slowest round, i.e. without one outlier."""
@@ -21,12 +27,32 @@ MIN_TEXTS, MAX_TEXTS = 3, 12
 BUCKETS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 """Upper bounds of the buckets in tokens; longer texts share one more bucket."""
 
+BATCH_ROWS = 32
+"""Rows of the batch whose memory is measured."""
+
 RowAnswerer = Callable[[int], object]
 """Predicts the row at a position."""
 
 
+@dataclass(frozen=True)
+class LatencyComparison:
+    """Latency of texts of similar length, one per call, in milliseconds."""
+
+    bucket: str
+    baseline_p50: float
+    baseline_p99: float
+    p50: float
+    p99: float
+    calls: int
+    """Calls of each model."""
+    ratio: float
+    """Baseline median / candidate median; the median over rounds."""
+    low: float
+    high: float
+    """Interval of the ratio over rounds."""
+
+
 def bucket_name(tokens: int) -> str:
-    """Name of the bucket of a text with `tokens` tokens."""
     upper = next((bound for bound in BUCKETS if tokens <= bound), None)
     return f"more than {BUCKETS[-1]} tokens" if upper is None else f"up to {upper} tokens"
 
@@ -63,31 +89,27 @@ def measure_latency(
         calls = int(seconds / len(rows) / max(statistics.median(cost), 1e-9))
         timed_rows = _spread_evenly(positions, max(MIN_TEXTS, min(calls // MIN_ROUNDS - 1, MAX_TEXTS)))
         rounds = max(MIN_ROUNDS, min(calls // (len(timed_rows) + 1), MAX_ROUNDS))
-        comparisons.append(_measure_bucket(name, baseline, candidate, timed_rows, rounds, clock))
+        comparisons.append(_measure_bucket(name, (baseline, candidate), timed_rows, rounds, clock))
     return comparisons
 
 
 def _measure_bucket(
-    name: str,
-    baseline: RowAnswerer,
-    candidate: RowAnswerer,
-    positions: Sequence[int],
-    rounds: int,
-    clock: Callable[[], float],
+    name: str, models: Sequence[RowAnswerer], positions: Sequence[int], rounds: int, clock: Callable[[], float]
 ) -> LatencyComparison:
-    baseline_and_candidate_times: tuple[list[float], list[float]] = ([], [])
+    """`models`: the baseline and the candidate."""
+    times: tuple[list[float], list[float]] = ([], [])
     ratios = []
     for number in range(rounds):
-        round_times: tuple[list[float], list[float]] = ([], [])
-        for side, answer in ((0, baseline), (1, candidate))[:: 1 if number % 2 else -1]:
+        round_times: list[list[float]] = [[], []]
+        for place in (0, 1) if number % 2 else (1, 0):
+            answer = models[place]
             answer(positions[0])  # loads the weights into the caches again
-            round_times[side].extend(_time_call(answer, row, clock) for row in positions)
+            round_times[place] = [_time_call(answer, row, clock) for row in positions]
+            times[place].extend(round_times[place])
         ratios.append(statistics.median(round_times[0]) / max(statistics.median(round_times[1]), 1e-9))
-        baseline_and_candidate_times[0].extend(round_times[0])
-        baseline_and_candidate_times[1].extend(round_times[1])
     low, high = median_interval(ratios)
     (baseline_p50, baseline_p99), (p50, p99) = (
-        np.percentile(np.array(side) * 1000, (50, 99)).tolist() for side in baseline_and_candidate_times
+        np.percentile(np.array(model_times) * 1000, (50, 99)).tolist() for model_times in times
     )
     return LatencyComparison(
         bucket=name,
@@ -95,7 +117,7 @@ def _measure_bucket(
         baseline_p99=baseline_p99,
         p50=p50,
         p99=p99,
-        calls=len(baseline_and_candidate_times[0]),
+        calls=len(times[0]),
         ratio=statistics.median(ratios),
         low=low,
         high=high,
@@ -121,3 +143,35 @@ def _time_call(answer: RowAnswerer, row: int, clock: Callable[[], float]) -> flo
     started_at = clock()
     answer(row)
     return clock() - started_at
+
+
+def measure_memory_mb(folder: Path, threads: int) -> float:
+    """Megabytes of an artifact in a process: library of the engine, weights, one batch."""
+    command = [sys.executable, "-m", "rtrain.evaluation.latency", str(folder.absolute()), str(threads)]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    if process.returncode:
+        last_line = process.stderr.strip().splitlines()[-1:] or ["no error message"]
+        raise UserError(f"{folder} could not be loaded in a separate process: {last_line[0]}", code="not_loaded")
+    return float(process.stdout)
+
+
+def measure_files_mb(folder: Path) -> float:
+    """Megabytes of all files of an artifact."""
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e6
+
+
+def _measure_added_mb(folder: Path, threads: int) -> float:
+    import psutil
+
+    from rtrain.inference import artifact, predictor as inference_predictor
+
+    metadata, process = artifact.read_artifact(folder, verify=False), psutil.Process()
+    rss_before = process.memory_info().rss
+    predictor = inference_predictor.Predictor(folder, metadata, threads)
+    inputs = inference_predictor.make_golden_inputs(predictor.task, predictor.head)
+    predictor.logits((inputs * BATCH_ROWS)[:BATCH_ROWS])
+    return float(process.memory_info().rss - rss_before) / 1e6
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{_measure_added_mb(Path(sys.argv[1]), int(sys.argv[2])):.1f}\n")

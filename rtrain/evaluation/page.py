@@ -1,25 +1,34 @@
-"""The comparison as one self-contained HTML page in the style of the report."""
+"""The comparison as text for the terminal, and as one self-contained HTML page in the style of the report."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rtrain.core.run_folder import Run
-from rtrain.evaluation import compare_summary, compare_table
-from rtrain.evaluation.changed_predictions import ChangedPrediction, ChangeGroup
-from rtrain.evaluation.compare import RunComparison
-from rtrain.evaluation.differences import CandidateResult
+from rtrain.evaluation import compare, significance
+from rtrain.evaluation.candidates import CurvePoint, Curves, SettingDifference, SettingDifferences
+from rtrain.evaluation.compare import AnswerComparison, CandidateResult, ChangedPrediction, ChangeGroup, RunComparison
 from rtrain.evaluation.pairing import SPLIT_NAMES
-from rtrain.evaluation.settings_diff import SettingDifference
-from rtrain.evaluation.training_curves import CurvePoint, Curves
 from rtrain.metrics import per_class
 from rtrain.metrics.registry import get_metric
-from rtrain.report import stats
-from rtrain.report.drawing import charts
-from rtrain.report.drawing.blocks import Block, Card, Cards, Cell, Figure, Note, Section, Table, Tile
-from rtrain.report.drawing.charts import Bar, LineSeries
-from rtrain.report.drawing.page import render_html, write_page as write_page
-from rtrain.report.drawing.svg import format_duration, format_rate, humanize_score_name, truncate
+from rtrain.report import charts, stats
+from rtrain.report.charts import Bar, LineSeries
+from rtrain.report.page import (
+    Block,
+    Card,
+    Cards,
+    Cell,
+    Figure,
+    Note,
+    Section,
+    Table,
+    Tile,
+    render_html,
+    write_page,
+)
+from rtrain.report.svg import escape_controls, format_duration, format_rate, humanize_score_name, truncate
 
+MAX_TEXT_SETTINGS, MAX_CELL_WIDTH = 30, 40
+"""Settings, and characters of a cell, in the text."""
 MAX_SHOWN_ROWS = 10
 """Rows shown per group."""
 MAX_SLICES = 20
@@ -28,6 +37,107 @@ MAX_CLASSES = 20
 MAX_TEXT_CHARS = 500
 """Characters of a shown text."""
 MAX_VALUE_CHARS = 120
+
+
+# ---------------------------------------------------------------------------------------------------------------- text
+
+
+def format_comparison(comparison: RunComparison) -> str:
+    """Format the verdict, scores, slices and settings; the page has the rest."""
+    lines = [comparison.verdict, ""]
+    lines += [
+        f"{candidate.letter}  {candidate.run if candidate.is_run_artifact else candidate.folder}"
+        for candidate in comparison.candidates
+    ]
+    if (answers := comparison.answer_comparison) is not None:
+        lines += ["", f"{answers.rows:,} common {SPLIT_NAMES[answers.split]} rows of {_format_common_rows(answers)}"]
+        if answers.excluded_rows:
+            lines.append(
+                f"{answers.excluded_rows:,} more are excluded: their texts were truncated to different lengths"
+            )
+        for result in answers.results:
+            lines += ["", *_format_result(comparison.candidates[0].letter, result)]
+    letters = [candidate.letter for candidate in comparison.candidates]
+    lines += ["", *_format_settings(letters, comparison.settings)]
+    return "\n".join(escape_controls(line) for line in lines)
+
+
+def _format_result(a: str, result: CandidateResult) -> Iterator[str]:
+    b = result.candidate.letter
+    header = ("score", a, b, f"{b} - {a} (95 % interval)", "p")
+    yield from _format_table([header, *map(significance.format_cells, result.scores)])
+    if result.mcnemar is not None:
+        yield _format_mcnemar(a, result)
+    if result.classes:
+        yield from ("", *per_class.format_pairs(result.classes, (a, b)), "")
+    for slice_ in result.slices:
+        if slice_.verdict:
+            direction = "better" if slice_.verdict > 0 else "worse"
+            figures = significance.format_difference(slice_.difference)
+            slice_text = f"{slice_.column} is {truncate(slice_.value, MAX_CELL_WIDTH)}"
+            yield f"{b} is {direction} where {slice_text}: {figures} ({slice_.difference.rows:,} rows)"
+    if result.slices and not any(slice_.verdict for slice_ in result.slices):
+        yield f"none of {len(result.slices)} slices differs significantly between {a} and {b}"
+    yield from map(_format_group_size, result.change_groups)
+
+
+def _format_table(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if place else cell.ljust(width)
+            for place, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _format_common_rows(answers: AnswerComparison) -> str:
+    if len(set(answers.split_rows)) == 1:
+        return f"{answers.split_rows[0]:,} in each"
+    return " and ".join(f"{count:,}" for count in answers.split_rows)
+
+
+def _format_mcnemar(a: str, result: CandidateResult) -> str:
+    assert result.mcnemar is not None
+    lost, won, p = result.mcnemar.lost, result.mcnemar.won, significance.format_p_value(result.mcnemar.p)
+    return f"McNemar, exact: {lost:,} rows right in {a} alone, {won:,} in {result.candidate.letter} alone, p {p}"
+
+
+def _format_group_size(group: ChangeGroup) -> str:
+    return f"{group.name}: {group.rows:,} row{'' if group.rows == 1 else 's'}"
+
+
+def _format_settings(letters: Sequence[str], differences: SettingDifferences) -> Iterator[str]:
+    groups = _setting_groups(differences)
+    for name, settings in groups:
+        if settings:
+            yield from _format_table(
+                [(name, *letters), *_setting_cells(settings[:MAX_TEXT_SETTINGS], MAX_CELL_WIDTH, "  ")]
+            )
+            if len(settings) > MAX_TEXT_SETTINGS:
+                yield f"and {len(settings) - MAX_TEXT_SETTINGS} more"
+    if unchanged := [name for name, settings in groups if not settings]:
+        yield f"the same: {', '.join(unchanged)}"
+
+
+def _setting_groups(differences: SettingDifferences) -> list[tuple[str, Sequence[SettingDifference]]]:
+    return [
+        ("settings that change the weights", differences.weight_settings),
+        ("settings that change no weight", differences.other_settings),
+        ("versions", differences.versions),
+        ("digests", differences.digests),
+    ]
+
+
+def _setting_cells(settings: Sequence[SettingDifference], max_width: int, indent: str = "") -> list[tuple[str, ...]]:
+    return [
+        (indent + truncate(setting.name, max_width), *(truncate(value, max_width) for value in setting.values))
+        for setting in settings
+    ]
+
+
+# ---------------------------------------------------------------------------------------------------------------- page
 
 
 def default_path(comparison: RunComparison) -> Path:
@@ -43,240 +153,187 @@ def write_comparison(comparison: RunComparison, path: Path) -> Path:
 
 
 def render_comparison(comparison: RunComparison) -> str:
-    sections = [
-        _build_outcome(comparison),
-        _build_settings(comparison),
-        *_build_classes(comparison),
-        *_build_slices(comparison),
-        *_build_changed_rows(comparison),
-        _build_training(comparison),
-    ]
+    first, answers = comparison.candidates[0], comparison.answer_comparison
+    settings = _build_settings(comparison)
+    if answers is None:
+        reason = (
+            f"Answers cannot be compared row by row: {comparison.missing_reason}. Settings and training are compared "
+            "below."
+        )
+        tiles, sections = [], [Section("outcome", "Outcome", "", [Note(reason)]), settings]
+    else:
+        tiles = _build_tiles(comparison, answers)
+        sections = [
+            _build_outcome(first.letter, answers),
+            settings,
+            *_build_classes(first.letter, answers),
+            *_build_slices(first.letter, answers),
+            _build_changed_rows(first.letter, answers),
+        ]
     title = ", ".join(f"{candidate.letter}: {candidate.name}" for candidate in comparison.candidates)
-    description = f"Comparison of rtrain models for the task {comparison.candidates[0].config.recipe.task}"
-    return render_html(title, description, _build_tiles(comparison), sections, lead=f"{comparison.verdict}.")
+    description = f"Comparison of rtrain models for the task {first.config.recipe.task}"
+    sections.append(_build_training(comparison))
+    return render_html(title, description, tiles, sections, lead=f"{comparison.verdict}.")
 
 
-def _build_tiles(comparison: RunComparison) -> list[Tile]:
-    if comparison.answer_comparison is None:
-        return []
-    first = comparison.answer_comparison.results[0].headline
-    a = comparison.candidates[0]
-    tiles = [
+def _build_tiles(comparison: RunComparison, answers: AnswerComparison) -> list[Tile]:
+    first, headline = comparison.candidates[0], answers.results[0].headline
+    score_name = significance.format_score_name(headline)
+    return [
         Tile(
-            f"{compare_summary.format_score_name(first)} of {a.letter}",
-            compare_summary.format_score(first, first.first),
-            truncate(a.name, 40),
-        )
-    ]
-    for candidate_result in comparison.answer_comparison.results:
-        change = compare_summary.format_change(candidate_result.headline)
-        value = compare_summary.format_score(candidate_result.headline, candidate_result.headline.other)
-        tiles.append(
+            f"{score_name} of {first.letter}",
+            significance.format_score(headline, headline.first),
+            truncate(first.name, 40),
+        ),
+        *(
             Tile(
-                f"{compare_summary.format_score_name(first)} of {candidate_result.candidate.letter}",
-                value,
-                f"{truncate(candidate_result.candidate.name, 40)}, {change}",
+                f"{score_name} of {result.candidate.letter}",
+                significance.format_score(result.headline, result.headline.other),
+                f"{truncate(result.candidate.name, 40)}, {significance.format_change(result.headline)}",
             )
-        )
-    split = SPLIT_NAMES[comparison.answer_comparison.split]
-    tiles.append(
+            for result in answers.results
+        ),
         Tile(
             "common rows",
-            f"{comparison.answer_comparison.rows:,}",
-            f"of the {split} split: {compare_table.format_common_rows(comparison.answer_comparison)}",
-        )
-    )
-    return tiles
+            f"{answers.rows:,}",
+            f"of the {SPLIT_NAMES[answers.split]} split: {_format_common_rows(answers)}",
+        ),
+    ]
 
 
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def _build_outcome(comparison: RunComparison) -> Section:
-    if comparison.answer_comparison is None:
-        reason = (
-            f"Answers cannot be compared row by row: {comparison.missing_reason}. Settings and training are "
-            "compared below."
-        )
-        return Section("outcome", "Outcome", "", [Note(reason)])
+def _build_outcome(a: str, answers: AnswerComparison) -> Section:
     intro = (
-        f"All scores are on the same {comparison.answer_comparison.rows:,} "
-        f"{SPLIT_NAMES[comparison.answer_comparison.split]} "
-        "rows. Rows are the same if their texts and "
-        "label are equal, whatever their file."
+        f"All scores are on the same {answers.rows:,} {SPLIT_NAMES[answers.split]} rows. Rows are the same if their "
+        "texts and label are equal, whatever their file."
     )
-    if comparison.answer_comparison.excluded_rows:
-        intro += (
-            f" {comparison.answer_comparison.excluded_rows:,} more were truncated to different lengths and are "
-            "excluded."
-        )
-    return Section(
-        "outcome",
-        "Outcome",
-        intro,
-        [block for result in comparison.answer_comparison.results for block in _build_score_table(comparison, result)],
-    )
+    if answers.excluded_rows:
+        intro += f" {answers.excluded_rows:,} more were truncated to different lengths and are excluded."
+    return Section("outcome", "Outcome", intro, [_build_score_table(a, answers, result) for result in answers.results])
 
 
-def _build_score_table(comparison: RunComparison, candidate_result: CandidateResult) -> Iterator[Block]:
-    a, b = comparison.candidates[0].letter, candidate_result.candidate.letter
-    rows = [
-        (
-            compare_summary.format_score_name(score),
-            compare_summary.format_score(score, score.first),
-            compare_summary.format_score(score, score.other),
-            compare_summary.format_change(score),
-            compare_summary.format_p_value(score.p),
-        )
-        for score in candidate_result.scores
-    ]
+def _build_score_table(a: str, answers: AnswerComparison, result: CandidateResult) -> Block:
+    b = result.candidate.letter
     note = (
         "Paired bootstrap: both models are scored on the same resampled rows. p is the probability of a difference of "
         "this sign if neither were better."
     )
-    if candidate_result.mcnemar is not None:
-        note += f" {compare_table.format_mcnemar(candidate_result, a, b)}: the verdict takes the larger p."
-    if len(comparison.candidates) > 2:
+    if result.mcnemar is not None:
+        note += f" {_format_mcnemar(a, result)}: the verdict takes the larger p."
+    if len(answers.results) > 1:
         note += " The verdict's p are corrected for the number of comparisons, by Holm's method."
-    head = ("score", a, b, f"{b} - {a}", "p")
-    yield Table(_capitalize(compare_summary.format_verdict(candidate_result)), head, rows, note, wide=True)
+    rows = [significance.format_cells(score) for score in result.scores]
+    return Table(_capitalize(compare.format_verdict(result)), ("score", a, b, f"{b} - {a}", "p"), rows, note, wide=True)
 
 
 def _capitalize(words: str) -> str:
     return words[:1].upper() + words[1:]
 
 
-def _build_changed_rows(comparison: RunComparison) -> Iterator[Section]:
-    if comparison.answer_comparison is None:
-        return
-    a = comparison.candidates[0].letter
+def _build_changed_rows(a: str, answers: AnswerComparison) -> Section:
     blocks, empty_groups = list[Block](), list[str]()
-    for candidate_result in comparison.answer_comparison.results:
-        b = candidate_result.candidate.letter
-        for kind in candidate_result.change_groups:
-            title = f"{_capitalize(kind.name)}: {kind.rows:,} row{'' if kind.rows == 1 else 's'}"
-            if kind.shown:
-                cards = [_build_card(flip, a, b) for flip in kind.shown[:MAX_SHOWN_ROWS]]
-                blocks.append(Cards(title, cards, _format_order_note(kind)))
+    for result in answers.results:
+        for group in result.change_groups:
+            title = _capitalize(_format_group_size(group))
+            if group.shown:
+                cards = [_build_card(change, a, result.candidate.letter) for change in group.shown[:MAX_SHOWN_ROWS]]
+                blocks.append(Cards(title, cards, _format_order_note(group)))
             else:
                 empty_groups.append(title)
     if empty_groups:
         blocks.append(Note(f"{'. '.join(empty_groups)}."))
-    intro = "Rows with different predictions, grouped by change."
-    yield Section("rows", "Changed predictions", intro, blocks)
+    return Section("rows", "Changed predictions", "Rows with different predictions, grouped by change.", blocks)
 
 
 def _format_order_note(group: ChangeGroup) -> str:
-    more_text = (
-        f", {MAX_SHOWN_ROWS} of them; rtrain compare --json has {len(group.shown):,}"
-        if group.rows > MAX_SHOWN_ROWS
-        else ""
-    )
-    return f"{_capitalize(group.sort_order)}{more_text}."
+    if group.rows <= MAX_SHOWN_ROWS:
+        return f"{_capitalize(group.sort_order)}."
+    more_text = f"{MAX_SHOWN_ROWS} of them; rtrain compare --json has {len(group.shown):,}"
+    return f"{_capitalize(group.sort_order)}, {more_text}."
 
 
 def _build_card(change: ChangedPrediction, a: str, b: str) -> Card:
     facts = [("true", truncate(change.target, MAX_VALUE_CHARS))] if change.target else []
     for letter, answer, score in ((a, change.first, change.first_score), (b, change.other, change.other_score)):
         facts.append((letter, truncate(answer, MAX_VALUE_CHARS) + ("" if score is None else f" ({score:.2f})")))
-    return Card(
-        change.text if len(change.text) <= MAX_TEXT_CHARS else f"{change.text[:MAX_TEXT_CHARS]} …",
-        facts,
-        change.location,
-    )
+    text = change.text if len(change.text) <= MAX_TEXT_CHARS else f"{change.text[:MAX_TEXT_CHARS]} …"
+    return Card(text, facts, change.location)
 
 
-def _build_classes(comparison: RunComparison) -> Iterator[Section]:
-    against = () if comparison.answer_comparison is None else comparison.answer_comparison.results
+def _build_classes(a: str, answers: AnswerComparison) -> Iterator[Section]:
     blocks: list[Block] = []
-    for candidate_result in against:
-        letters = (comparison.candidates[0].letter, candidate_result.candidate.letter)
+    for result in answers.results:
+        letters = (a, result.candidate.letter)
         rows: list[Sequence[Cell]] = [
             (
                 *(truncate(str(entry["class"]), 40), entry["support"]),
-                *(f"{entry[candidate][score]:.3f}" for score in per_class.SCORES for candidate in ("first", "other")),
+                *(f"{entry[model][score]:.3f}" for score in per_class.SCORES for model in ("first", "other")),
                 per_class.TOO_FEW_ROWS if entry["support"] < per_class.MIN_SUPPORT else "",
             )
-            for part in per_class.split_by_support(candidate_result.classes)
+            for part in per_class.split_by_support(result.classes)
             for entry in part[:MAX_CLASSES]
         ]
         if rows:
             names = [f"{score} {letter}" for score in ("precision", "recall", "F1") for letter in letters]
-            title = f"{letters[1]} against {letters[0]} by class"
+            title = f"{letters[1]} against {a} by class"
             blocks.append(Table(title, ("class", "rows", *names, ""), rows, wide=True))
     if blocks:
         yield Section("classes", "Classes", "Scores of each class on the common rows.", blocks)
 
 
-def _build_slices(comparison: RunComparison) -> Iterator[Section]:
-    if comparison.answer_comparison is None:
-        return
-    blocks: list[Block] = []
-    for candidate_result in comparison.answer_comparison.results:
-        blocks += _build_slice_chart(comparison.candidates[0].letter, candidate_result)
-    if blocks:
-        intro = (
-            "The difference on parts of the rows: quarters by length in tokens, and the values of the columns that the "
-            "recipe names (data.slices). Differences that stay significant after Holm's correction over all slices "
-            "are marked."
-        )
+def _build_slices(a: str, answers: AnswerComparison) -> Iterator[Section]:
+    intro = (
+        "The difference on parts of the rows: quarters by length in tokens, and the values of the columns that the "
+        "recipe names (data.slices). Differences that stay significant after Holm's correction over all slices "
+        "are marked."
+    )
+    if blocks := [_build_slice_chart(a, result) for result in answers.results if result.slices]:
         yield Section("slices", "Slices", intro, blocks)
 
 
-def _build_slice_chart(a: str, candidate_result: CandidateResult) -> Iterator[Block]:
-    if not candidate_result.slices:
-        return
-    b, significant_slices = (
-        candidate_result.candidate.letter,
-        sum(bool(slice_.verdict) for slice_ in candidate_result.slices),
-    )
+def _build_slice_chart(a: str, result: CandidateResult) -> Block:
+    b, slices = result.candidate.letter, result.slices
+    num_significant = sum(bool(slice_.verdict) for slice_ in slices)
     title = (
-        f"{significant_slices} of {len(candidate_result.slices)} slices differ significantly between {a} and {b}"
-        if significant_slices
-        else f"None of {len(candidate_result.slices)} slices differs significantly between {a} and {b}"
+        f"{num_significant} of {len(slices)} slices differ significantly between {a} and {b}"
+        if num_significant
+        else f"None of {len(slices)} slices differs significantly between {a} and {b}"
     )
-    shown_slices = candidate_result.slices
-    if len(shown_slices) > MAX_SLICES:  # the middle is the least informative
-        shown_slices = (*shown_slices[: MAX_SLICES // 2], *shown_slices[-MAX_SLICES // 2 :])
-    unit = 100 if compare_summary.is_share(candidate_result.headline) else 1
+    if len(slices) > MAX_SLICES:  # the middle is the least informative
+        slices = (*slices[: MAX_SLICES // 2], *slices[-MAX_SLICES // 2 :])
+    unit = 100 if significance.is_share(result.headline) else 1
     bars = [
         Bar(
             f"{slice_.column}: {slice_.value}" + (" (significant)" if slice_.verdict else ""),
             unit * slice_.difference.difference,
-            f"{compare_summary.format_difference(slice_.difference)}, {slice_.difference.rows:,} rows",
+            f"{significance.format_difference(slice_.difference)}, {slice_.difference.rows:,} rows",
             (unit * slice_.difference.low, unit * slice_.difference.high),
         )
-        for slice_ in shown_slices
+        for slice_ in slices
     ]
-    name = compare_summary.format_score_name(candidate_result.headline)
+    name = significance.format_score_name(result.headline)
     gain = f"{name} of {b} minus {a}, in points" if unit == 100 else f"{name} of {a} minus {b}"
-    yield Figure(title, charts.draw_bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
+    return Figure(title, charts.draw_bars(bars, gain), "Right of 0 is better; whiskers: 95 % intervals.")
 
 
 # ------------------------------------------------------------------------------------------------------ training, cost
 
 
 def _build_training(comparison: RunComparison) -> Section:
-    score = humanize_score_name(get_metric(comparison.candidates[0].output).headline.removeprefix("neg_"))
-    sign = -1 if get_metric(comparison.candidates[0].output).headline.startswith("neg_") else 1
+    headline = get_metric(comparison.candidates[0].output).headline
+    score, sign = humanize_score_name(headline.removeprefix("neg_")), -1 if headline.startswith("neg_") else 1
     blocks = [
-        *_build_curves(comparison, "Training loss", "training loss", lambda curves: curves.loss, 1),
-        *_build_curves(comparison, f"Validation {score}", f"validation {score}", lambda curves: curves.score, sign),
+        *_build_curves(comparison, "training loss", lambda curves: curves.loss, 1),
+        *_build_curves(comparison, f"validation {score}", lambda curves: curves.score, sign),
     ]
-    head = ("", *(candidate.letter for candidate in comparison.candidates))
     note = (
         "The time from creation to end includes pauses. Seconds of training are the time of computing gradients; times "
         "workers, they measure the use of the machines."
     )
-    cost = Table("Cost", head, _cost_rows(comparison), note, wide=True)
-    intro = "Over rows trained on, and over the seconds of all attempts without the time between them."
-    return Section("training", "Training", intro, [*blocks, cost])
-
-
-def _cost_rows(comparison: RunComparison) -> list[tuple[str, ...]]:
-    """Cost of each candidate, one line per measure."""
     costs = comparison.costs
-    return [
+    rows = [
         ("status", *(cost.status for cost in costs)),
         ("steps", *(f"{cost.steps:,}" for cost in costs)),
         ("rows trained on", *(f"{cost.rows_seen:,}" for cost in costs)),
@@ -286,14 +343,13 @@ def _cost_rows(comparison: RunComparison) -> list[tuple[str, ...]]:
         ("rows/s", *(format_rate(cost.rows_per_second) for cost in costs)),
         ("MB of weights", *("-" if cost.megabytes is None else f"{cost.megabytes:,.1f}" for cost in costs)),
     ]
+    header = ("", *(candidate.letter for candidate in comparison.candidates))
+    intro = "Over rows trained on, and over the seconds of all attempts without the time between them."
+    return Section("training", "Training", intro, [*blocks, Table("Cost", header, rows, note, wide=True)])
 
 
 def _build_curves(
-    comparison: RunComparison,
-    title: str,
-    label: str,
-    select_points: Callable[[Curves], Sequence[CurvePoint]],
-    sign: int,
+    comparison: RunComparison, label: str, select_points: Callable[[Curves], Sequence[CurvePoint]], sign: int
 ) -> Iterator[Figure]:
     series = [
         (candidate.letter, select_points(curves))
@@ -312,28 +368,18 @@ def _build_curves(
             for letter, points in series
         ]
         if any(line.xs for line in lines):
-            yield Figure(f"{title} over {axis}", charts.draw_lines(lines, x, label), "")
+            yield Figure(f"{_capitalize(label)} over {axis}", charts.draw_lines(lines, x, label), "")
 
 
 # ------------------------------------------------------------------------------------------------------------ settings
 
 
 def _build_settings(comparison: RunComparison) -> Section:
-    differences = comparison.settings
-    blocks = [
-        _build_setting_table(comparison, "Settings that change the weights", differences.weight_settings),
-        _build_setting_table(comparison, "Settings that change no weight", differences.other_settings),
-        _build_setting_table(comparison, "Versions", differences.versions),
-        _build_setting_table(comparison, "Digests", differences.digests),
+    header = ("name", *(candidate.letter for candidate in comparison.candidates))
+    blocks: list[Block] = [
+        Table(_capitalize(title), header, _setting_cells(settings, MAX_VALUE_CHARS), wide=True)
+        if settings
+        else Note(f"{_capitalize(title)}: all the same.")
+        for title, settings in _setting_groups(comparison.settings)
     ]
     return Section("settings", "Differences in settings", "", blocks)
-
-
-def _build_setting_table(comparison: RunComparison, title: str, settings: Sequence[SettingDifference]) -> Block:
-    if not settings:
-        return Note(f"{title}: all the same.")
-    rows = [
-        (truncate(setting.name, MAX_VALUE_CHARS), *(truncate(value, MAX_VALUE_CHARS) for value in setting.values))
-        for setting in settings
-    ]
-    return Table(title, ("name", *(candidate.letter for candidate in comparison.candidates)), rows, wide=True)

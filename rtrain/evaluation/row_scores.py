@@ -7,7 +7,7 @@ ones too.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -15,15 +15,16 @@ import numpy.typing as npt
 
 from rtrain.core.ragged import Head, RaggedArray
 from rtrain.data.store.store import Store
-from rtrain.metrics import classification, entities, per_class, registry, rouge, spans, summary_rows
-from rtrain.metrics.registry import ACCURACY_WITH_ABSTENTIONS, MACRO_SCORES
-from rtrain.metrics.sums import Bools, Floats, Ints, SumMetric, combine_metrics, make_mean_metric, ratio
+from rtrain.evaluation.significance import RowScores
+from rtrain.metrics import classes, classification, entities, per_class, registry, regression, spans, summaries
+from rtrain.metrics.bootstrap import Bools, Floats, Ints, SumMetric, combine_metrics, make_mean_metric, ratio
+from rtrain.metrics.classes import ACCURACY_WITH_ABSTENTIONS, MACRO_SCORES
 
 AnswerColumn = npt.NDArray[Any]
 
 
 class RowAnswers(NamedTuple):
-    """One model's predictions; strings, floats or lists, as `rtrain.report.row_predictions` reads them."""
+    """One model's predictions; strings, floats or lists, as `rtrain.report.collect` reads them."""
 
     target: AnswerColumn
     prediction: AnswerColumn
@@ -34,23 +35,6 @@ class RowAnswers(NamedTuple):
     split: str
     positions: Ints
     """Positions of the rows in the store's split."""
-
-
-@dataclass(frozen=True)
-class RowScores:
-    """Scores of one model's predictions; one entry per row."""
-
-    scores: SumMetric
-    headline: str
-    """Name of the compared score in `scores`; larger is better."""
-    quality: Floats
-    """Quality of each row's prediction; larger is better."""
-    is_correct: Bools | None
-    """Correct predictions; None for graded ones."""
-    slice_scores: SumMetric
-    """The headline with few other scores, since it is resampled for each slice."""
-    classes: Sequence[per_class.ClassResult] = ()
-    """Scores of each class; empty if predictions are not labels."""
 
 
 def score_rows(output: str, answers: RowAnswers) -> RowScores:
@@ -93,15 +77,7 @@ LABEL_OUTPUTS = ("classes", "labels", "heads", "tags")
 
 def _find_correct(answers: RowAnswers) -> Bools:
     pairs = zip(answers.target, answers.prediction, strict=True)
-    return np.fromiter(
-        (bool(target == prediction) for target, prediction in pairs), dtype=np.bool_, count=len(answers.target)
-    )
-
-
-def _score_exact(scores: SumMetric, headline: str, is_correct: Bools) -> RowScores:
-    return RowScores(
-        scores, headline, is_correct.astype(np.float64), is_correct, make_mean_metric({headline: is_correct})
-    )
+    return np.array([bool(target == prediction) for target, prediction in pairs], dtype=np.bool_)
 
 
 def select_scores(additive: SumMetric, names: tuple[str, ...]) -> SumMetric:
@@ -114,73 +90,56 @@ def select_scores(additive: SumMetric, names: tuple[str, ...]) -> SumMetric:
     return SumMetric(additive.rows, score)
 
 
-# ------------------------------------------------------------------------------------------------------ labels of rows
-
-
 def _score_classes(answers: RowAnswers) -> RowScores:
     is_correct = _find_correct(answers) & (answers.target != "")
     if "out_of_scope_label" in answers.facts:
-        return _score_exact(
-            make_mean_metric({ACCURACY_WITH_ABSTENTIONS: is_correct}), ACCURACY_WITH_ABSTENTIONS, is_correct
-        )
-    true, predicted_codes, count = _encode_labels(answers.target, answers.prediction)
-    return _score_exact(
-        select_scores(classification.make_sum_metric(true, predicted_codes, count), ("accuracy", *MACRO_SCORES)),
-        "accuracy",
-        is_correct,
-    )
+        name = ACCURACY_WITH_ABSTENTIONS
+        scores = accuracy = make_mean_metric({name: is_correct})
+    else:
+        name = "accuracy"
+        accuracy = make_mean_metric({name: is_correct})
+        metric = classification.make_sum_metric(*_encode_labels(answers.target, answers.prediction))
+        scores = select_scores(metric, (name, *MACRO_SCORES))
+    return RowScores(scores, name, is_correct, accuracy)
 
 
-def _encode_labels(
-    target: Sequence[Any] | AnswerColumn, prediction: Sequence[Any] | AnswerColumn
-) -> tuple[Ints, Ints, int]:
+def _encode_labels(target: AnswerColumn, prediction: AnswerColumn) -> tuple[Ints, Ints, int]:
     """Encode labels as numbers, -1 for none: (targets, predictions, number of labels)."""
     names = sorted({*target, *prediction} - {""})
     number = {name: place for place, name in enumerate(names)}
-    true, predicted_codes = (
+    true, predicted = (
         np.array([number.get(label, -1) for label in side], dtype=np.int64) for side in (target, prediction)
     )
     # A row without a predicted label gets an extra label that no target has.
-    return true, np.where(predicted_codes < 0, len(names), predicted_codes), len(names) + 1
+    return true, np.where(predicted < 0, len(names), predicted), len(names) + 1
 
 
 def _score_labels(answers: RowAnswers) -> RowScores:
-    names = sorted({name for side in (answers.target, answers.prediction) for row in side for name in row})
+    sides = (answers.target, answers.prediction)
+    names = sorted({name for side in sides for row in side for name in row})
     number = {name: place for place, name in enumerate(names)}
-    indicators = [np.zeros((len(answers.target), len(names)), dtype=np.bool_) for _ in range(2)]
-    for indicator, rows in zip(indicators, (answers.target, answers.prediction), strict=True):
+    true, predicted = (np.zeros((len(answers.target), len(names)), dtype=np.bool_) for _ in sides)
+    for indicator, rows in zip((true, predicted), sides, strict=True):
         for place, row in enumerate(rows):
             indicator[place, [number[name] for name in row]] = True
-    multilabel_scores = classification.make_multilabel_metric(*indicators)
     score_names = ("micro_f1", "micro_precision", "micro_recall", "macro_f1", "subset_accuracy")
-    is_correct = np.all(indicators[0] == indicators[1], axis=1)
+    scores = select_scores(classification.make_multilabel_metric(true, predicted), score_names)
     # Terms of micro F1 per row: true positives, true labels, predicted labels.
-    sums = np.stack(
-        [(indicators[0] & indicators[1]).sum(axis=1), indicators[0].sum(axis=1), indicators[1].sum(axis=1)], axis=1
-    )
+    sums = np.stack([part.sum(axis=1) for part in (true & predicted, true, predicted)], axis=1)
     main = SumMetric(sums.astype(np.float64), lambda t: {"micro_f1": ratio(2 * t[..., 0], t[..., 1] + t[..., 2])})
-    return RowScores(
-        select_scores(multilabel_scores, score_names), "micro_f1", is_correct.astype(np.float64), is_correct, main
-    )
+    return RowScores(scores, "micro_f1", np.all(true == predicted, axis=1), main)
 
 
 def _score_heads(answers: RowAnswers) -> RowScores:
     names = _head_names(answers)
-    parts, present = [], np.zeros((len(answers.target), len(names)))
-    head_is_correct = np.zeros_like(present)
-    for place, name in enumerate(names):
-        target, predicted = ([row[place] for row in side] for side in (answers.target, answers.prediction))
-        present[:, place] = [bool(label) for label in target]
-        head_is_correct[:, place] = [
-            bool(true_label) and true_label == predicted_label
-            for true_label, predicted_label in zip(target, predicted, strict=True)
-        ]
-        parts.append(_make_share(f"{name}_accuracy", head_is_correct[:, place], present[:, place]))
-    scores = registry.add_mean_score(
-        combine_metrics(*parts), "mean_accuracy", [f"{name}_accuracy" for name in names], present
-    )
-    is_correct = np.asarray((head_is_correct == present).all(axis=1))
-    return RowScores(scores, "mean_accuracy", is_correct.astype(np.float64), is_correct, scores)
+    score_names = [f"{name}_accuracy" for name in names]
+    present, correct = (np.zeros((len(answers.target), len(names))) for _ in range(2))
+    for row, (targets, predictions) in enumerate(zip(answers.target, answers.prediction, strict=True)):
+        for place, (target, prediction) in enumerate(zip(targets, predictions, strict=True)):
+            present[row, place], correct[row, place] = bool(target), bool(target) and target == prediction
+    parts = [_make_share(name, correct[:, place], present[:, place]) for place, name in enumerate(score_names)]
+    scores = classes.add_mean_score(combine_metrics(*parts), "mean_accuracy", score_names, present)
+    return RowScores(scores, "mean_accuracy", np.asarray((correct == present).all(axis=1)), scores)
 
 
 def _head_names(answers: RowAnswers) -> list[str]:
@@ -193,28 +152,20 @@ def _make_share(name: str, part: Floats, total: Floats) -> SumMetric:
     return SumMetric(np.stack([part, total], axis=1), lambda sums: {name: ratio(sums[..., 0], sums[..., 1])})
 
 
-# ------------------------------------------------------------------------------------------------------- other answers
-
-
 def _score_numbers(answers: RowAnswers) -> RowScores:
     true, predicted = (np.asarray(side, dtype=np.float64) for side in (answers.target, answers.prediction))
-    scores = registry.make_number_metric(
-        RaggedArray.from_matrix(predicted), RaggedArray.from_matrix(true), Head((), answers.facts)
-    )
-    return RowScores(scores, "neg_rmse", -np.abs(predicted - true), None, scores)
+    rows = RaggedArray.from_matrix(predicted), RaggedArray.from_matrix(true)
+    scores = regression.make_number_metric(*rows, Head((), answers.facts))
+    return RowScores(scores, "neg_rmse", None, scores, -np.abs(predicted - true))
 
 
 def _score_tags(answers: RowAnswers) -> RowScores:
-    is_correct = _find_correct(answers)
-    words = [
-        sum(a == b for a, b in zip(*pair, strict=True)) for pair in zip(answers.target, answers.prediction, strict=True)
-    ]
-    word_counts = np.array([len(row) for row in answers.target], dtype=np.float64)
+    pairs = zip(answers.target, answers.prediction, strict=True)
+    correct_words = [sum(a == b for a, b in zip(*pair, strict=True)) for pair in pairs]
+    shares = (np.array(counts, dtype=np.float64) for counts in (correct_words, [len(row) for row in answers.target]))
     entity_scores = entities.make_sum_metric(list(answers.target), list(answers.prediction))
-    scores = combine_metrics(
-        entity_scores, _make_share("word_accuracy", np.asarray(words, dtype=np.float64), word_counts)
-    )
-    return RowScores(scores, "f1", is_correct.astype(np.float64), is_correct, entity_scores)
+    scores = combine_metrics(entity_scores, _make_share("word_accuracy", *shares))
+    return RowScores(scores, "f1", _find_correct(answers), entity_scores)
 
 
 def _score_spans(answers: RowAnswers) -> RowScores:
@@ -222,26 +173,23 @@ def _score_spans(answers: RowAnswers) -> RowScores:
         (prediction, [target] if target else [])
         for target, prediction in zip(answers.target, answers.prediction, strict=True)
     ]
-    exact = np.array([spans.compute_exact_match(*pair) for pair in pairs])
-    f1 = np.array([spans.compute_f1(*pair) for pair in pairs])
+    exact, f1 = (np.array([score(*pair) for pair in pairs]) for score in (spans.compute_exact_match, spans.compute_f1))
     scores = make_mean_metric({"f1": f1, "exact_match": exact})
-    return RowScores(scores, "f1", f1, exact > 0, scores)
+    return RowScores(scores, "f1", exact > 0, scores, f1)
 
 
 def _score_summaries(answers: RowAnswers) -> RowScores | None:
     """Score summaries by ROUGE; None without the token store, which holds the words."""
     if answers.store is None:
         return None
-    rows = []
-    for places, numbers in zip(
-        answers.store.targets(answers.split, answers.positions), answers.prediction, strict=True
-    ):
-        words, _ = summary_rows.decode_words(places)
-        rows.append(rouge.compute_rouge(words.select_words(int(number) - 1 for number in numbers), words.reference))
-    table = np.array(rows, dtype=np.float64).reshape(-1, len(rouge.ROUGE_NAMES))
-    columns = dict(zip(rouge.ROUGE_NAMES, table.T, strict=True))
+    rows, targets = [], answers.store.targets(answers.split, answers.positions)
+    for places, numbers in zip(targets, answers.prediction, strict=True):
+        words, _ = summaries.decode_words(places)
+        rows.append(summaries.compute_rouge(words.select_words(int(number) - 1 for number in numbers), words.reference))
+    table = np.array(rows, dtype=np.float64).reshape(-1, len(summaries.ROUGE_NAMES))
+    columns = dict(zip(summaries.ROUGE_NAMES, table.T, strict=True))
     scores = make_mean_metric({"rouge": table.mean(axis=1), **columns})
-    return RowScores(scores, "rouge", table.mean(axis=1), None, scores)
+    return RowScores(scores, "rouge", None, scores, table.mean(axis=1))
 
 
 GUESSED_PATTERN = re.compile(r"(\d+) of (\d+) ")
@@ -252,19 +200,18 @@ def _score_tokens(answers: RowAnswers) -> RowScores | None:
     matches = [GUESSED_PATTERN.match(answer) for answer in answers.prediction]
     if not all(matches) or not np.isfinite(answers.loss).all():
         return None
-    correct, guessed_counts = (
-        np.array([[int(match[1]), int(match[2])] for match in matches if match], dtype=np.float64).reshape(-1, 2).T
-    )
-    rows = np.stack([guessed_counts, correct, answers.loss * guessed_counts], axis=1)
-    scores = registry.make_tokens_metric(RaggedArray.from_matrix(rows), RaggedArray.from_matrix(rows), Head())
-    return RowScores(scores, "neg_loss", -answers.loss, None, scores)
+    counts = [[int(match[1]), int(match[2])] for match in matches if match]
+    correct, guessed = np.array(counts, dtype=np.float64).reshape(-1, 2).T
+    rows = RaggedArray.from_matrix(np.stack([guessed, correct, answers.loss * guessed], axis=1))
+    scores = registry.make_tokens_metric(rows, rows, Head())
+    return RowScores(scores, "neg_loss", None, scores, -answers.loss)
 
 
 def _score_losses(answers: RowAnswers) -> RowScores:
     is_finite = np.isfinite(answers.loss)
     loss = np.where(is_finite, answers.loss, answers.loss[is_finite].max(initial=0.0))  # an infinite loss has no mean
     scores = make_mean_metric({"neg_loss": -loss})
-    return RowScores(scores, "neg_loss", -loss, None, scores)
+    return RowScores(scores, "neg_loss", None, scores, -loss)
 
 
 SCORERS: Mapping[str, Callable[[RowAnswers], RowScores | None]] = {

@@ -1,4 +1,4 @@
-"""The drift baseline: distributions of inputs and answers on the validation rows, for `serve.observability.drift`.
+"""The drift baseline: distributions of inputs and answers on the validation rows, for `serve.observability.metrics`.
 
 A row, of the validation split or of a request, has four features: its length in tokens, its share of unknown tokens,
 the confidence of its answer, and its predicted labels. An artifact has a histogram of each, as JSON, and the score
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rtrain.core.ragged import OUT_OF_SCOPE, EncodedRow, Head, Int32s, Ints, Outputs, RaggedArray, TokenBatch, collate
-from rtrain.metrics.calibration import softmax
+from rtrain.metrics.classification import softmax
 from rtrain.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -134,7 +134,6 @@ def build_baseline(
 
 
 def assign_bins(values: npt.NDArray[np.float64], edges: Sequence[float]) -> Ints:
-    """The bin of each value."""
     return np.searchsorted(np.asarray(edges, dtype=np.float64), values, side="left").astype(np.int64)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain.core import cgroup_limits, engines, env, json_files, manifest
+from rtrain.core import engines, env, json_files, manifest
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import (
     EncodedRow,
@@ -29,10 +29,10 @@ from rtrain.core.ragged import (
 )
 from rtrain.inference import artifact
 from rtrain.inference.artifact import GOLDEN_INPUTS, Artifact, ArtifactError
-from rtrain.models import compile_cache, pooling, unpadded
-from rtrain.models.auto_classes import auto_class
+from rtrain.models import compile_cache, model_files, pooling, unpadded
 from rtrain.models.device import effective_type
-from rtrain.models.forward import LAYOUT, accepted_inputs
+from rtrain.models.model_files import auto_class
+from rtrain.models.network_parts import LAYOUT, accepted_inputs
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
 from rtrain.tasks.encode import load_tokenizer
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
     import transformers
 
 DEFAULT_BATCH_SIZE = 32
-
 MAX_TOKENS_PER_CALL = 1 << 14
 """Most tokens of one engine call, padding included, since its memory grows with them: a text of 64 windows of 384
 tokens has 24,576, and 32 such texts 786,432. Texts of many windows go in smaller groups, and the windows of one text in
@@ -51,16 +50,12 @@ several calls."""
 MAX_ATTENTION_RATIO = 512
 """Most squares of texts' lengths in one engine call, per token that it may have: attention may hold one of each head.
 Two texts of 8,192 tokens have 16 times those of 32 texts of 512, and are no faster together than one by one."""
-
 FP16_TOLERANCE = 0.02
 """Most that fp16 logits may differ from golden answers: about twice the spacing of fp16 numbers near 10."""
-
 PAD_MULTIPLE = 8
 """Least difference in tokens between two widths of calls, for an engine that plans by shape."""
-
 REVISION_DIGITS = 12
 """Digits of a SHA-256 in hex, as in an artifact's version."""
-
 OPENVINO_CONVERTER_MODULE = "openvino.tools.ovc"
 
 
@@ -108,10 +103,9 @@ class Predictor:
         spec = engines.get_engine(artifact.engine)
         options = {"device": device, "precision": precision} if spec.supports_gpu else {}
         self.golden_tolerance = FP16_TOLERANCE if spec.supports_gpu and precision == "fp16" else spec.golden_tolerance
-        if threads is None and cgroup_limits.cpu_quota() is not None:
-            threads = (
-                env.available_cores()
-            )  # engines count the machine's cores, and too many threads would wait for each other within a quota
+        # Engines count the machine's cores, and too many threads would wait for each other within a quota.
+        if threads is None and env.cpu_quota() is not None:
+            threads = env.available_cores()
         self._compiles_per_shape = spec.compiles_per_shape
         self._engine: Engine = engine or engines.import_object(spec.loader)(folder, artifact, threads, **options)
         self.pad_id = _read_pad_id(folder)
@@ -148,7 +142,7 @@ class Predictor:
         return "is empty; send a text" if self.task.is_blank(text, pair) else None
 
     def encode(self, inputs: Sequence[Input]) -> list[EncodedRow]:
-        """Tokens of each input, by the same `task.encode` as in training."""
+        """Turn the texts of each input into token ids, by the same `task.encode` as in training."""
         for position, value in enumerate(inputs):
             if (problem := self.validate_input(value)) is not None:
                 raise InputError(f"input {position} {problem}", position)
@@ -186,11 +180,9 @@ class Predictor:
                 window_lengths=tokens.window_lengths[windows],
                 pair_start=tokens.pair_start[windows],
             )
+            in_windows = None if positions is None else positions[(positions >= start) & (positions < stop)] - start
             if isinstance(self._engine, TorchEngine) and self._engine.is_unpadded:
-                token_indices = (
-                    None if positions is None else positions[(positions >= start) & (positions < stop)] - start
-                )
-                logit_chunks.append(self._engine.unpadded_logits(window_batch, token_indices))
+                logit_chunks.append(self._engine.unpadded_logits(window_batch, in_windows))
                 continue
             num_windows = len(window_batch.window_lengths)
             rows, width = self.call_shape(num_windows, int(window_batch.window_lengths.max()))
@@ -198,9 +190,9 @@ class Predictor:
             logits = self._engine.logits(inputs)[:num_windows]
             if logits.ndim == 3:
                 token_indices = np.flatnonzero(inputs["attention_mask"][:num_windows])
-                if positions is not None:
-                    token_indices = token_indices[positions[(positions >= start) & (positions < stop)] - start]
-                logits = logits.reshape(-1, logits.shape[2])[token_indices]
+                logits = logits.reshape(-1, logits.shape[2])[
+                    token_indices if in_windows is None else token_indices[in_windows]
+                ]
             logit_chunks.append(logits)
         return logit_chunks[0] if len(logit_chunks) == 1 else np.concatenate(logit_chunks)
 
@@ -236,12 +228,11 @@ class Predictor:
         has no tokenizer) get the tokens' texts, alone and in the input."""
         answers = self.task.decode(outputs, inputs, encoded, self.head, parameters)
         if self.task.output == "tokens":
+            mask = self.head.facts["mask"]
             for value, answer in zip(inputs, answers, strict=True):
-                segments = _split_pair(value, self.task)[0].split(self.head.facts["mask"])
+                segments = _split_pair(value, self.task)[0].split(mask)
                 for position, tokens in enumerate(answer, 1):
-                    prefix, suffix = (
-                        self.head.facts["mask"].join(side) for side in (segments[:position], segments[position:])
-                    )
+                    prefix, suffix = (mask.join(side) for side in (segments[:position], segments[position:]))
                     for token in tokens:
                         token["token_str"] = self.tokenizer.decode([token["token"]], skip_special_tokens=False)
                         token["sequence"] = prefix + token["token_str"] + suffix
@@ -257,11 +248,10 @@ class Predictor:
         """Return the float model, for gradients, and the argument names of its forward."""
         if isinstance(self._engine, TorchEngine):
             return self._engine.network, self._engine.forward_args
-        int8_artifact = self.artifact
-        parent = int8_artifact.lineage.get("parent")
+        parent = self.artifact.lineage.get("parent")
         version = f", version {parent}" if parent else ""
         raise UserError(
-            f"artifact {int8_artifact.name} {int8_artifact.version} is int8 and has no gradients; "
+            f"artifact {self.artifact.name} {self.artifact.version} is int8 and has no gradients; "
             f"name the float artifact that it was made from{version}",
             code="no_gradients",
         )
@@ -285,15 +275,14 @@ class Predictor:
             )
 
     def _explain_difference(self) -> str:
-        from rtrain.models import int8_support  # imported here: nothing else needs it
+        from rtrain.models import precision  # imported here: nothing else needs it
 
-        host_int8 = int8_support.detect_int8()
+        host_int8 = precision.detect_int8()
         if host_int8.instructions or not host_int8.is_known or engines.get_engine(self.artifact.engine).has_gradients:
             return "Its tokenizer, weights or engine are not its maker's."
         return (
-            f"This processor ({int8_support.read_cpu_name()}) has neither VNNI nor AMX, so sums of int8 products "
-            "saturate; "
-            "quantize with quantize.overflow_fix=true, or name the float artifact."
+            f"This processor ({precision.read_cpu_name()}) has neither VNNI nor AMX, so sums of int8 products "
+            "saturate; quantize with quantize.overflow_fix=true, or name the float artifact."
         )
 
 
@@ -348,7 +337,6 @@ def split_windows(
 
 
 def make_golden_inputs(task: Task, head: Head) -> list[Input]:
-    """Return the golden inputs of a task."""
     return task.golden_inputs(GOLDEN_INPUTS, head)
 
 
@@ -393,7 +381,7 @@ class TorchEngine:
         if threads is not None:
             torch.set_num_threads(threads)
         self._torch = torch
-        network, _ = pooling.load_network(auto_class(base.get_task(artifact.task).auto_model), folder)
+        network, _ = model_files.load_network(auto_class(base.get_task(artifact.task).auto_model), folder)
         if artifact.facts.get(pooling.FACT) == "mean":
             pooling.pool_by_mean(network)
         # Never trained: gradients of inputs only, so that nothing is kept for gradients of weights.
@@ -405,35 +393,30 @@ class TorchEngine:
         if self.is_unpadded or precision == "fp16":
             self._inference_network = copy.deepcopy(self.network)
         if self.is_unpadded:
-            task = base.get_task(artifact.task)
-            is_mean_pooled = artifact.facts.get(pooling.FACT) == "mean" or pooling.pools_by_mean(
-                self._inference_network
-            )
+            pools_by_mean = artifact.facts.get(pooling.FACT) == "mean" or pooling.pools_by_mean(self._inference_network)
+            is_token_level = base.get_task(artifact.task).is_token_level
             unpadded.enable_packing(
-                self._inference_network, "tokens" if task.is_token_level else "mean" if is_mean_pooled else "first"
+                self._inference_network, "tokens" if is_token_level else "mean" if pools_by_mean else "first"
             )
         if precision == "fp16":
             _convert_to_fp16(self._inference_network, self._device)
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
+        tensors = {
+            name: self._torch.from_numpy(value).to(self._device)
+            for name, value in inputs.items()
+            if name in self.forward_args
+        }
         with self._torch.inference_mode():
-            forward_inputs = {name: value for name, value in inputs.items() if name in self.forward_args}
-            return _to_numpy_logits(
-                self._inference_network(
-                    **{name: self._torch.from_numpy(one).to(self._device) for name, one in forward_inputs.items()}
-                )
-            )
+            return _to_numpy_logits(self._inference_network(**tensors))
 
     def unpadded_logits(self, tokens: TokenBatch, token_indices: Ints | None) -> Floats:
         """[windows, outputs] of windows without padding; or [tokens, outputs], of those at `token_indices` in
         `tokens.ids`, None for all. For engines that are `is_unpadded`."""
         inputs, position = unpadded.make_inputs(self._inference_network, tokens, self._device)
+        tensors = {name: value for name, value in inputs.items() if name in self.forward_args | {LAYOUT}}
         with self._torch.inference_mode():
-            logits = _to_numpy_logits(
-                self._inference_network(
-                    **{name: one for name, one in inputs.items() if name in self.forward_args | {LAYOUT}}
-                )
-            )
+            logits = _to_numpy_logits(self._inference_network(**tensors))
         if logits.ndim == 2:
             return logits
         return logits.reshape(-1, logits.shape[2])[position if token_indices is None else position[token_indices]]
@@ -483,9 +466,8 @@ class OpenVinoEngine:
             options["CACHE_DIR"] = str(cache)
         compiled_model = _import_openvino().Core().compile_model(graph, "CPU", options)
         self._request = compiled_model.create_infer_request()
-        self._input_names = [
-            taken.any_name for taken in compiled_model.inputs
-        ]  # DistilBERT, for example, has no token types
+        # DistilBERT, for example, has no token types.
+        self._input_names = [graph_input.any_name for graph_input in compiled_model.inputs]
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         return _merge_outputs(
@@ -508,7 +490,6 @@ def _import_openvino() -> Any:
 
 
 def open_openvino(folder: Path, artifact: Artifact, threads: int | None) -> OpenVinoEngine:
-    """The int8 graph of an artifact."""
     # Drafts are hidden folders. OpenVINO names its cache by the path, and a draft's path is temporary.
     cache = None if folder.name.startswith(".") else compile_cache.cache_folder(artifact.version)
     files = engines.get_engine(artifact.engine).find_files(folder)
@@ -541,14 +522,13 @@ class OnnxRuntimeEngine:
         options.log_severity_level = 3  # errors only: it warns about each unchanged weight
         source = graph if isinstance(graph, bytes) else str(graph)
         self._session = onnxruntime.InferenceSession(source, options, providers=["CPUExecutionProvider"])
-        self._input_names = [taken.name for taken in self._session.get_inputs()]
+        self._input_names = [graph_input.name for graph_input in self._session.get_inputs()]
 
     def logits(self, inputs: Mapping[str, Any]) -> Floats:
         return _merge_outputs(self._session.run(None, {name: inputs[name] for name in self._input_names}))
 
 
 def open_onnxruntime(folder: Path, artifact: Artifact, threads: int | None) -> OnnxRuntimeEngine:
-    """The int8 graph of an artifact."""
     files = engines.get_engine(artifact.engine).find_files(folder)
     if not _is_compressed(files):
         return OnnxRuntimeEngine(folder / engines.get_engine(artifact.engine).files[0], threads)

@@ -16,9 +16,8 @@ from rtrain.core.errors import ConfigError, Problem, quote_value
 from rtrain.core.ragged import EncodedRow, Floats, Head, Int32s, Ints, RaggedArray, TokenBatch, collate, iter_batches
 from rtrain.core.run_folder import Run
 from rtrain.core.text_segmentation import join_words
-from rtrain.data import contamination, quarantine, row_reader
+from rtrain.data import checks, row_reader, sources, splits
 from rtrain.data.row_reader import SourceRow
-from rtrain.data.sources import find
 from rtrain.data.store.store import Store, open_store
 from rtrain.inference.artifact import Artifact
 from rtrain.inference.predictor import DEFAULT_BATCH_SIZE, MAX_TOKENS_PER_CALL, Predictor
@@ -106,7 +105,7 @@ def resolve_data_settings(artifact: Artifact, overrides: Mapping[str, Any]) -> D
     """Return the settings for reading a file: those of the artifact's training rows, changed by `overrides` and by the
     file's suffix."""
     data = dict(artifact.data)
-    if find.has_format_suffix(str(overrides.get("data.path", ""))):
+    if sources.has_format_suffix(str(overrides.get("data.path", ""))):
         data["format"] = None
     data["split_column"] = data["group_column"] = None  # nothing is split
     document = {"name": artifact.name, "task": artifact.task, "data": data}
@@ -195,11 +194,9 @@ def score_running_text(
             (entity.type, spans[entity.start][0], spans[entity.end - 1][1]) for entity in extract_entities(row)
         }
         predicted_entities = {(entity["entity_group"], entity["start"], entity["end"]) for entity in answer}
-        num_correct, num_predicted, num_expected = (
-            num_correct + len(expected_entities & predicted_entities),
-            num_predicted + len(predicted_entities),
-            num_expected + len(expected_entities),
-        )
+        num_correct += len(expected_entities & predicted_entities)
+        num_predicted += len(predicted_entities)
+        num_expected += len(expected_entities)
     ratios = {
         "precision": (num_correct, num_predicted),
         "recall": (num_correct, num_expected),
@@ -234,7 +231,7 @@ def describe_rows(report: Mapping[str, Any], data: DataConfig, labels: Sequence[
     if num_unknown := report["unknown_labels"]["rows"]:
         examples = " and ".join(report["unknown_labels"]["examples"])
         row_text = f"{num_unknown} row{'' if num_unknown == 1 else 's'}"
-        label_list = quarantine.format_labels(labels)
+        label_list = checks.format_labels(labels)
         yield f"labels that the artifact lacks, in {row_text}, such as {examples}; it has {label_list}"
 
 
@@ -257,11 +254,9 @@ def read_scored_rows(
             else:
                 rows.append(record)
     if excluded_rows and all(record.reason is not None for record in rows):
-        reason, fix = (
-            "no row is a test row",
-            "name another file, or write --set data.split_column=null to score all rows",
-        )
-        raise ConfigError([Problem("data.split_column", data.split_column, reason, fix, code="no_test_rows")])
+        fix = "name another file, or write --set data.split_column=null to score all rows"
+        problem = Problem("data.split_column", data.split_column, "no row is a test row", fix, code="no_test_rows")
+        raise ConfigError([problem])
     return rows, dict(excluded_rows)
 
 
@@ -303,8 +298,8 @@ def find_seen_rows(store: Store | None, rows: Sequence[SourceRow]) -> SeenRows |
     keys."""
     if store is None or not all(len(store.text_keys(split)) == store.num_rows(split) for split in SeenRows._fields):
         return None
-    keys = np.array([contamination.compute_text_key(row) for row in rows], np.uint64)
-    train, valid = (contamination.find_in_training_set([store.text_keys(split)], keys) for split in SeenRows._fields)
+    keys = np.array([splits.compute_text_key(row) for row in rows], np.uint64)
+    train, valid = (splits.find_in_training_set([store.text_keys(split)], keys) for split in SeenRows._fields)
     return SeenRows(train, valid & ~train)
 
 
@@ -313,15 +308,14 @@ def select_usable_rows(rows: Sequence[SourceRow], data: DataConfig) -> list[Sour
     usable_rows = [row for row in rows if row.reason is None]
     if not usable_rows:
         first_problem = f" (line {rows[0].line}: {rows[0].reason})" if rows else ""
-        problem = Problem(
-            "data.path",
-            data.path,
-            f"no row can be used{first_problem}",
-            "give rows with text and label",
-            code="no_rows",
-        )
-        raise ConfigError([problem])
+        reason, fix = f"no row can be used{first_problem}", "give rows with text and label"
+        raise ConfigError([Problem("data.path", data.path, reason, fix, code="no_rows")])
     return usable_rows
+
+
+def make_input(task: Task, row: SourceRow) -> Input:
+    """Return the input of a row: its text, or its two texts by name."""
+    return row.text if row.pair is None else dict(zip(task.fields, (row.text, row.pair), strict=True))
 
 
 class EncodedRows(NamedTuple):
@@ -354,9 +348,7 @@ class EncodedRows(NamedTuple):
 def encode_rows(predictor: Predictor, rows: Sequence[SourceRow]) -> EncodedRows:
     """Tokens and targets of rows without flaw, by the artifact's own tokenizer and labels."""
     task = predictor.task
-    inputs: list[Input] = [
-        dict(zip(task.fields, (row.text, row.pair), strict=True)) if row.pair is not None else row.text for row in rows
-    ]
+    inputs = [make_input(task, row) for row in rows]
     encoded = predictor.encode(inputs)
     target_positions = [
         task.target_positions(row.text, row.pair, row.label, one) for row, one in zip(rows, encoded, strict=True)

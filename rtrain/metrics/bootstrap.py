@@ -1,16 +1,80 @@
-"""Confidence intervals by resampling rows (Efron 1979), and the comparison of two systems on the same rows.
+"""Scores that are functions of sums over rows, and their confidence intervals by resampling rows (Efron 1979).
 
-A resample draws as many rows as there are, with replacement. The same seed gives the same resamples, whatever the
-scores, so intervals are reproduced, and the resamples of two systems are the same rows. Rows must be independent:
-where several come from one document, resample documents (give one row of sums per document).
+One definition of a score holds for a split, its slices and its resamples. A resample draws as many rows as there are,
+with replacement. The same seed gives the same resamples, whatever the scores, so intervals are reproduced, and the
+resamples of two systems are the same rows. Rows must be independent: where several come from one document, resample
+documents (give one row of sums per document).
 """
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from rtrain.metrics.sums import Floats, Ints, SumMetric
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class SumMetric:
+    """The summands of each row, and the scores as a function of the sums."""
+
+    rows: Any
+    """(rows, k) float64: an array, or a scipy sparse array where most of it is zero."""
+    score: Callable[[Floats], dict[str, Floats]]
+    """Sums (..., k) -> scores by name, each (...): the leading axes are resamples."""
+
+    def __len__(self) -> int:
+        return int(self.rows.shape[0])
+
+    def scores(self) -> dict[str, float]:
+        """The scores of all rows."""
+        sums = np.asarray(self.rows.sum(axis=0), dtype=np.float64)
+        return {name: float(value) for name, value in self.score(sums).items()}
+
+    def take(self, rows: Ints) -> "SumMetric":
+        return SumMetric(self.rows[rows], self.score)
+
+
+def combine_metrics(*parts: SumMetric) -> SumMetric:
+    """The scores of all parts over the same rows; sparse where one of them is."""
+    widths = np.cumsum([part.rows.shape[1] for part in parts])[:-1]
+    if all(isinstance(part.rows, np.ndarray) for part in parts):
+        rows: Any = np.concatenate([part.rows for part in parts], axis=1)
+    else:
+        from scipy.sparse import hstack
+
+        rows = hstack([part.rows for part in parts], format="csr")
+
+    def score(sums: Floats) -> dict[str, Floats]:
+        scores: dict[str, Floats] = {}
+        for part, part_sums in zip(parts, np.split(sums, widths, axis=-1), strict=True):
+            scores |= part.score(part_sums)
+        return scores
+
+    return SumMetric(rows, score)
+
+
+def ratio(numerator: npt.ArrayLike, denominator: npt.ArrayLike) -> Floats:
+    """The quotient, 0 where `denominator` is 0: every score stays a finite number, which JSON can hold."""
+    sides = (np.asarray(side, dtype=np.float64) for side in (numerator, denominator))
+    above, below = np.broadcast_arrays(*sides)
+    quotient: Floats = np.divide(above, below, out=np.zeros(above.shape), where=below != 0)
+    return quotient
+
+
+def make_mean_metric(columns: dict[str, npt.ArrayLike]) -> SumMetric:
+    """Scores that are plain means of per-row values (rows,)."""
+    names = tuple(columns)
+    values = [np.asarray(columns[name], dtype=np.float64) for name in names]
+    rows = np.stack([*values, np.ones_like(values[0])], axis=1)
+    return SumMetric(
+        rows, lambda sums: {name: ratio(sums[..., column], sums[..., -1]) for column, name in enumerate(names)}
+    )
+
 
 REPLICATES = 1000
 _BLOCK = 1 << 22

@@ -1,17 +1,21 @@
-"""Classification scores of a whole split: one label per row, several labels per row, and out-of-scope rows.
+"""Classification scores of a whole split: one label per row, several labels per row, out-of-scope rows, calibration.
 
 Precision = TP / predicted, recall = TP / true, F1 = 2 TP / (true + predicted), each 0 if the denominator is 0.
 Macro is the mean over the classes that occur or are predicted, micro the same ratio of the sums over classes. So macro
 recall is not balanced accuracy, which averages only the classes that occur: a class that is predicted and never true
 adds a 0. These are scikit-learn's `precision_recall_fscore_support(zero_division=0)`.
+
+`rtrain.metrics.classes` selects the scores that are reported (`MACRO_SCORES`).
 """
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from rtrain.core.errors import UserError
-from rtrain.metrics.sums import Bools, Floats, Ints, SumMetric, ratio
+from rtrain.metrics.bootstrap import Bools, Floats, Ints, SumMetric, ratio
 
 
 class ClassScores(NamedTuple):
@@ -42,19 +46,13 @@ def count_confusion(true: Ints, predicted: Ints, classes: int) -> Ints:
     return counts
 
 
-def compute_class_scores(counts: Ints, unanswered: Ints | int = 0) -> list[ClassScores]:
-    """The scores of each class, from `count_confusion`'s counts; `unanswered`: further rows of each class without a
-    prediction."""
-    true_positives, support, predicted = np.diag(counts[:-1]), counts[:-1].sum(axis=1) + unanswered, counts.sum(axis=0)
-    columns = (
-        ratio(true_positives, predicted),
-        ratio(true_positives, support),
-        ratio(2 * true_positives, support + predicted),
-    )
-    return [
-        ClassScores(float(precision), float(recall), float(f1), int(true), int(num_predicted))
-        for precision, recall, f1, true, num_predicted in zip(*columns, support, predicted, strict=True)
-    ]
+def list_class_scores(true_positives: Any, support: Any, predicted: Any) -> list[ClassScores]:
+    """The scores of each class, from its counts."""
+    precision, recall = ratio(true_positives, predicted), ratio(true_positives, support)
+    f1 = ratio(2 * true_positives, support + predicted)
+    counts = np.asarray(support, dtype=np.int64), np.asarray(predicted, dtype=np.int64)
+    columns = (column.tolist() for column in (precision, recall, f1, *counts))
+    return list(itertools.starmap(ClassScores, zip(*columns, strict=True)))
 
 
 def make_sum_metric(true: Ints, predicted: Ints, classes: int) -> SumMetric:
@@ -62,12 +60,8 @@ def make_sum_metric(true: Ints, predicted: Ints, classes: int) -> SumMetric:
 
     A row whose label is no class (-1) is wrong: in accuracy, and in the precision of its predicted class.
     """
-    return _make_sum_metric(
-        _encode_one_hot(true, classes),
-        _encode_one_hot(predicted, classes),
-        np.asarray(true == predicted, dtype=np.float64),
-        "accuracy",
-    )
+    is_correct = np.asarray(true == predicted, dtype=np.float64)
+    return _make_sum_metric(_encode_one_hot(true, classes), _encode_one_hot(predicted, classes), is_correct, "accuracy")
 
 
 def compute_auc(true: Ints, class_scores: Floats) -> tuple[float | None, list[float | None]]:
@@ -107,9 +101,8 @@ def make_multilabel_metric(true: Bools, predicted: Bools) -> SumMetric:
     from scipy.sparse import csr_array
 
     exact = np.all(true == predicted, axis=1).astype(np.float64)
-    return _make_sum_metric(
-        csr_array(true, dtype=np.float64), csr_array(predicted, dtype=np.float64), exact, "subset_accuracy"
-    )
+    sparse_true, sparse_predicted = csr_array(true, dtype=np.float64), csr_array(predicted, dtype=np.float64)
+    return _make_sum_metric(sparse_true, sparse_predicted, exact, "subset_accuracy")
 
 
 def mean_average_precision(true: Bools, label_scores: Floats) -> float | None:
@@ -170,9 +163,8 @@ def choose_label_thresholds(logits: Floats, true: Bools) -> Floats | None:
     for label_index, (column, has_label) in enumerate(zip(logits.T, true.T, strict=True)):
         best = _find_best_f1_threshold(column, has_label)
         if best is not None:
-            thresholds[label_index] = (has_label.sum() * best + SHRINKAGE_ROWS * shared) / (
-                has_label.sum() + SHRINKAGE_ROWS
-            )
+            num_rows = has_label.sum()
+            thresholds[label_index] = (num_rows * best + SHRINKAGE_ROWS * shared) / (num_rows + SHRINKAGE_ROWS)
     return thresholds
 
 
@@ -228,3 +220,108 @@ def _make_sum_metric(true: Any, predicted: Any, is_correct: Floats, name: str) -
         return scores
 
     return SumMetric(rows, score)
+
+
+BINS = 15
+
+
+class ReliabilityBin(NamedTuple):
+    """Rows with low < confidence <= high (the first bin has 0 too); the means are 0 in an empty bin."""
+
+    low: float
+    high: float
+    rows: int
+    confidence: float
+    accuracy: float
+
+
+def softmax(logits: Any) -> Any:
+    """Probabilities over the last axis, float64."""
+    shifted = np.exp(logits - np.max(logits, axis=-1, keepdims=True), dtype=np.float64)
+    return shifted / shifted.sum(axis=-1, keepdims=True)
+
+
+def compute_reliability_bins(confidence: Floats, is_correct: Bools, bins: int = BINS) -> list[ReliabilityBin]:
+    """Equal-width bins of confidence: the points of the reliability diagram (Niculescu-Mizil and Caruana 2005)."""
+    count, confidence_sums, num_correct = _bin_rows(confidence, is_correct, bins)
+    edges = np.linspace(0, 1, bins + 1)
+    columns = zip(edges[:-1], edges[1:], count, ratio(confidence_sums, count), ratio(num_correct, count), strict=True)
+    return [ReliabilityBin(float(a), float(b), int(n), float(c), float(d)) for a, b, n, c, d in columns]
+
+
+def expected_calibration_error(confidence: Floats, is_correct: Bools, bins: int = BINS) -> float:
+    """Sum over bins of the share of rows x |accuracy - mean confidence| (Guo et al. 2017)."""
+    count, confidence_sums, num_correct = _bin_rows(confidence, is_correct, bins)
+    return float(ratio(np.abs(num_correct - confidence_sums).sum(), count.sum()))
+
+
+def _bin_rows(confidence: Floats, is_correct: Bools, bins: int) -> tuple[Floats, Floats, Floats]:
+    """For each bin: rows, the sum of their confidence, and the number of correct rows. A table of rows and bins would
+    not fit into memory if each label of each row, or each word of a text, has a confidence."""
+    is_number = ~np.isnan(confidence)
+    confidence, is_correct = confidence[is_number], is_correct[is_number]
+    # A bin holds its upper edge: 1.0 falls into the last, not past it.
+    bin_index = np.clip(np.ceil(confidence * bins).astype(np.int64) - 1, 0, bins - 1)
+    sums = (np.bincount(bin_index, weights, bins) for weights in (None, confidence, is_correct))
+    count, confidence_sums, num_correct = (values.astype(np.float64) for values in sums)
+    return count, confidence_sums, num_correct
+
+
+# ------------------------------------------------------------------------------------------------------------- tables
+
+MAX_CLASSES = 500
+MAX_CONFUSION_CLASSES = 200
+"""Most classes of a complete confusion matrix: 200 x 200 numbers."""
+MAX_CONFUSED_PAIRS = 50
+
+
+def build_class_table(
+    probabilities: Floats, true: Ints, names: Sequence[str], predicted: Ints | None = None
+) -> dict[str, Any]:
+    """Scores of each class, confusion and calibration. `predicted`: the predicted class of each row, by default the
+    most probable. A row with NaN probabilities has no prediction: it counts in the support of its class, and in no
+    column of the confusion matrix."""
+    predicted = predict_classes(probabilities) if predicted is None else predicted
+    has_prediction = predicted >= 0
+    counts = count_confusion(true[has_prediction], predicted[has_prediction], len(names))
+    support = np.bincount(true[true >= 0], minlength=len(names))
+    _, areas = compute_auc(true, probabilities)
+    class_scores = list_class_scores(np.diag(counts[:-1]), support, counts.sum(axis=0))
+    rows = [
+        {"class": name, **scores._asdict(), "auc": None if area is None or np.isnan(area) else area}
+        for name, scores, area in zip(names, class_scores, areas, strict=True)
+    ]
+    return {
+        **sort_classes(rows),
+        **build_confusion_table(counts, names),
+        "calibration": build_calibration_table(probabilities.max(axis=1), probabilities.argmax(axis=1) == true),
+    }
+
+
+def sort_classes(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The worst F1 first; on ties, the more frequent class first. Classes that neither occur nor are predicted come
+    last."""
+    ordered = sorted(rows, key=lambda row: (not row["support"] + row["predicted"], row["f1"], -row["support"]))
+    return {"classes": len(rows), "per_class": ordered[:MAX_CLASSES]}
+
+
+def build_confusion_table(counts: Ints, names: Sequence[str]) -> dict[str, Any]:
+    wrong = counts[:-1] - np.diag(np.diag(counts[:-1]))
+    order = np.argsort(-wrong, axis=None, kind="stable")[:MAX_CONFUSED_PAIRS]
+    pairs = [divmod(int(index), len(names)) for index in order]
+    table: dict[str, Any] = {
+        "confused": [
+            {"true": names[row], "predicted": names[column], "rows": int(wrong[row, column])}
+            for row, column in pairs
+            if wrong[row, column]
+        ]
+    }
+    if len(names) <= MAX_CONFUSION_CLASSES:
+        matrix = {"labels": list(names), "counts": counts[:-1].tolist(), "without_class": counts[-1].tolist()}
+        table["confusion"] = matrix
+    return table
+
+
+def build_calibration_table(confidence: Floats, is_correct: Bools) -> dict[str, Any]:
+    bins = compute_reliability_bins(confidence, is_correct)
+    return {"ece": expected_calibration_error(confidence, is_correct), "bins": [part._asdict() for part in bins]}

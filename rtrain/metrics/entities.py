@@ -6,13 +6,14 @@ gets its entity. (seqeval's strict mode would drop such an entity.)
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import IGNORE_INDEX, RaggedArray
-from rtrain.metrics.sums import Floats, Ints, SumMetric, ratio
+from rtrain.core.ragged import IGNORE_INDEX, Head, RaggedArray
+from rtrain.metrics.bootstrap import Bools, Floats, Ints, SumMetric, combine_metrics, ratio
+from rtrain.metrics.classification import ClassScores, build_calibration_table, list_class_scores, sort_classes
 
 MISSING_WORD = -1000
 """Targets up to this one follow the targets of a row's tokens, in pairs, one pair per word without a token:
@@ -59,16 +60,6 @@ class Entity(NamedTuple):
     end: int
 
 
-class TypeScores(NamedTuple):
-    """Scores of one entity type: `support` counts gold entities, `predicted` predicted ones."""
-
-    precision: float
-    recall: float
-    f1: float
-    support: int
-    predicted: int
-
-
 def extract_entities(tags: Sequence[str]) -> list[Entity]:
     """The entities of one sentence, in order. Tags are O, B-TYPE and I-TYPE; anything else is a `UserError`."""
     entities: list[Entity] = []
@@ -76,9 +67,8 @@ def extract_entities(tags: Sequence[str]) -> list[Entity]:
     for position, tag in enumerate([*tags, "O"]):
         prefix, _, type = tag.partition("-")
         if not (tag == "O" or (prefix in ("B", "I") and type)):
-            raise UserError(
-                f"tag {tag!r} of token {position} is not O, B-TYPE or I-TYPE; convert the tags to BIO", code="bad_tag"
-            )
+            problem = f"tag {tag!r} of token {position} is not O, B-TYPE or I-TYPE; convert the tags to BIO"
+            raise UserError(problem, code="bad_tag")
         if prefix == "B" or type != current:
             if current:
                 entities.append(Entity(current, start, position))
@@ -95,21 +85,10 @@ def make_sum_metric(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[
     return SumMetric(counts.reshape(len(true), 3 * len(types)), lambda sums: _compute_scores(sums, len(types)))
 
 
-def compute_type_scores(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, TypeScores]:
-    """The scores of each type, by name."""
+def compute_type_scores(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> dict[str, ClassScores]:
+    """The scores of each type, by name; `support` counts gold entities, `predicted` predicted ones."""
     counts, types = _count_entities(true, predicted)
-    true_positives, support, predicted_counts = counts.sum(axis=0)
-    columns = (
-        ratio(true_positives, predicted_counts),
-        ratio(true_positives, support),
-        ratio(2 * true_positives, support + predicted_counts),
-    )
-    return {
-        name: TypeScores(float(precision), float(recall), float(f1), int(num_true), int(num_predicted))
-        for name, precision, recall, f1, num_true, num_predicted in zip(
-            types, *columns, support, predicted_counts, strict=True
-        )
-    }
+    return dict(zip(types, list_class_scores(*counts.sum(axis=0)), strict=True))
 
 
 def _count_entities(true: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]]) -> tuple[Floats, list[str]]:
@@ -148,3 +127,69 @@ def _compute_scores(sums: Floats, types: int) -> dict[str, Floats]:
         "f1": ratio(2 * true_positives.sum(axis=-1), (support + predicted).sum(axis=-1)),
         "macro_f1": ratio(ratio(2 * true_positives, support + predicted).sum(axis=-1), present),
     }
+
+
+# ------------------------------------------------------------------------------------------------ the output `tags`
+
+
+class WordResults(NamedTuple):
+    """Results of a row's words, [words] each: the columns of its row result."""
+
+    tag: Any
+    """Number of the predicted tag."""
+    probability: Any
+    """NaN for a word without a token."""
+    loss: Any
+
+    @classmethod
+    def from_row(cls, row_result: Floats) -> "WordResults":
+        return cls(*row_result.reshape(-1, len(cls._fields)).T)
+
+
+def to_tag_names(tag_ids: Any, head: Head) -> list[str]:
+    """Tags by number. A tag that the head lacks (-1) is shown as O: no prediction of it can be right."""
+    return [head.labels[int(tag_id)] if tag_id >= 0 else "O" for tag_id in tag_ids]
+
+
+def _collect_tags(row_results: RaggedArray, targets: RaggedArray) -> list[tuple[Ints, Floats]]:
+    """For each row the true and the predicted tag numbers of its words."""
+    return [
+        (decode_true_tags(row_targets)[0], WordResults.from_row(row).tag)
+        for row, row_targets in zip(row_results, targets, strict=True)
+    ]
+
+
+def _name_tags(pairs: list[tuple[Ints, Floats]], head: Head) -> tuple[list[list[str]], list[list[str]]]:
+    """The names of the true and of the predicted tags."""
+    return [to_tag_names(true, head) for true, _ in pairs], [to_tag_names(predicted, head) for _, predicted in pairs]
+
+
+def make_tags_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
+    """Precision, recall and F1 of whole entities (type, start and end right), and the share of words with the right
+    tag."""
+    pairs = _collect_tags(row_results, targets)
+    sums = np.array([((true == predicted).sum(), len(true)) for true, predicted in pairs], dtype=np.float64)
+    words = SumMetric(sums.reshape(-1, 2), lambda total: {"word_accuracy": ratio(total[..., 0], total[..., 1])})
+    return combine_metrics(make_sum_metric(*_name_tags(pairs, head)), words)
+
+
+def build_tag_tables(row_results: RaggedArray, targets: RaggedArray, head: Head) -> dict[str, Any]:
+    pairs = _collect_tags(row_results, targets)
+    types = compute_type_scores(*_name_tags(pairs, head))
+    confidence = WordResults.from_row(row_results.values).probability
+    is_correct = np.concatenate([np.empty(0, np.bool_), *(true == predicted for true, predicted in pairs)])
+    begins = np.cumsum([0, *(len(true) for true, _ in pairs)])
+    missing_by_row = [begin + decode_true_tags(row)[1] for begin, row in zip(begins, targets, strict=False)]
+    missing = np.concatenate([*missing_by_row, np.empty(0, np.int64)])
+    # The model has not read these words, and has no confidence in them.
+    return {
+        **sort_classes([{"class": name, **scores._asdict()} for name, scores in types.items()]),
+        "calibration": build_calibration_table(np.delete(confidence, missing), np.delete(is_correct, missing)),
+        **({"words_without_tokens": len(missing)} if len(missing) else {}),
+    }
+
+
+def mark_correct_tags(row_results: RaggedArray, targets: RaggedArray, head: Head) -> Bools:
+    """The tag of every word."""
+    pairs = _collect_tags(row_results, targets)
+    return np.array([bool((true == predicted).all()) for true, predicted in pairs], dtype=np.bool_)

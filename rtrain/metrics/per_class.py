@@ -1,6 +1,6 @@
 """Scores of each class for the terminal, of one model or of two side by side.
 
-A class is a dictionary of `rtrain.metrics.tables`: class, precision, recall, f1, support (rows or entities of that
+A class is a dictionary of `rtrain.metrics.scores`: class, precision, recall, f1, support (rows or entities of that
 class), predicted. The dictionary of two models has class, support, and `first` and `other` with the remaining figures.
 Classes with fewer than `MIN_SUPPORT` come first, since a mean over all rows hides them.
 """
@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rtrain.metrics import entities
-from rtrain.metrics.sums import ratio
+from rtrain.metrics import classification, entities
 
 MIN_SUPPORT = 5
 """Classes with fewer rows than this have no meaningful scores."""
@@ -71,22 +70,8 @@ def score_answers(
         predicted.update(predicted_labels)
     names = sorted({*support, *predicted})
     counts = [np.array([counter[name] for name in names]) for counter in (true_positives, support, predicted)]
-    precision, recall, f1 = (
-        ratio(above, below).tolist()
-        for above, below in (
-            (counts[0], counts[2]),
-            (counts[0], counts[1]),
-            (2 * counts[0], counts[1] + counts[2]),
-        )
-    )
-    return [
-        {
-            **dict(zip(("class", *SCORES), values, strict=True)),
-            "support": support[values[0]],
-            "predicted": predicted[values[0]],
-        }
-        for values in zip(names, precision, recall, f1, strict=True)
-    ]
+    class_scores = zip(names, classification.list_class_scores(*counts), strict=True)
+    return [{"class": name, **scores._asdict()} for name, scores in class_scores]
 
 
 def pair_classes(first: Sequence[ClassResult], other: Sequence[ClassResult]) -> list[dict[str, Any]]:

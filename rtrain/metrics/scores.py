@@ -6,7 +6,7 @@
   "scores": {"accuracy": 0.93, ...}, all scores of all rows
   "intervals": {"confidence": 0.95, "replicates": 1000, "scores": {"accuracy": [0.90, 0.95], ...}},
   "slices": {"language": [...], "length": [...]},
-  "tables": {...}                    results that are not single numbers: see rtrain.metrics.tables
+  "tables": {...}                    results that are not single numbers, see below
   "unseen": {"in_training_set": 10, "rows": 290, "scores": {...}}   scores without the 10 training rows
   "sample": {"rows": 9000, "scores": {...}, "intervals": {...}}   scores on the rows that baselines are scored on
   "collapsed": [{"answer": "billing", "rows": 290, "total_rows": 300, "other_rows": 140,
@@ -14,16 +14,43 @@
 }
 
 A slice is {"value", "rows", "scores", "interval": of its headline, "merged": how many values are in it, "examples":
-some of them}. The worst headline is first; values with few rows are merged into one slice (`rtrain.metrics.slices`),
-and so are all but the `MAX_SLICES` most frequent. `length` has the quarters of the rows by tokens, unless a column has
+some of them}. The worst headline is first; values with few rows are merged into one slice (`group_rows`), and so
+are all but the `MAX_SLICES` most frequent. `length` has the quarters of the rows by tokens, unless a column has
 that name. The intervals are bootstrap percentiles of the scores that are sums over rows; rows are assumed independent.
 The file's size depends on the number of classes and columns, not of rows. Numbers are finite.
+
+The tables of each kind of output, as plain JSON of bounded size:
+
+classes   per_class: [{class, precision, recall, f1, auc, support, predicted}, ...], worst F1 first, at most
+          `MAX_CLASSES` of `classes`; confusion: {labels, counts [true][predicted], without_class: how often each was
+          predicted for a row that has no class} up to `MAX_CONFUSION_CLASSES` classes; with `data.out_of_scope_label`
+          that label is a class too, and threshold the confidence below which it is predicted; confused: the
+          `MAX_CONFUSED_PAIRS` most frequent mistakes [{true, predicted, rows}, ...]; calibration: {ece, bins: [{low,
+          high, rows, confidence, accuracy}, ...]}
+labels    per_class (with the threshold of each label, without auc), classes, calibration of each label's binary
+          decision
+heads     heads: {head: as for classes, over the rows with a label of that head}
+number    residuals: {edges, rows}, a histogram of predicted - true in `RESIDUAL_BINS` bins; scale: confusion on the
+          scale of the training scores if they are on one
+tags      per_class by type of entity, classes, calibration of the words' tags; words_without_tokens, if any: each is
+          answered O
+summary   positions: {tenths: 10, oracle, picked}, how many sentences of each tenth of their documents the oracle and
+          the model select; calibration of each sentence's binary decision; lengths: {budget: words, over_budget:
+          longer summaries, document, picked, oracle: {sentences, words}, each a mean over the documents};
+          compared_with_lead: {better, same, worse}: summaries by their ROUGE against the lead sentences'
+spans     by_length: [{low, high, rows, f1, exact_match}, ...], over the answerable questions, by tokens of the
+          answer; if some are unanswerable: no_answer: {rows, unanswered_share: the share of them left unanswered,
+          threshold, curve: [{threshold, f1, exact_match, answered}, ...] of at most `MAX_CURVE_POINTS` + 1 points,
+          falling thresholds}
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -31,11 +58,15 @@ import numpy.typing as npt
 from rtrain.core import atomic_write
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import OUT_OF_SCOPE, Head, Int32s, RaggedArray
-from rtrain.metrics import bootstrap, per_class, slices
+from rtrain.metrics import bootstrap, per_class
+from rtrain.metrics.bootstrap import Ints, SumMetric
 from rtrain.metrics.registry import Metric, get_metric
-from rtrain.metrics.sums import SumMetric
+
+T = TypeVar("T")
 
 SCHEMA_VERSION = 1
+MIN_ROWS = 20
+"""Values of a column with fewer rows are merged."""
 MAX_SLICES = 50
 """Most values of a column with separate scores."""
 MAX_MERGED_EXAMPLES = 10
@@ -69,6 +100,7 @@ def measure_split(
     the same order. `heartbeat` is called before each slice is scored, which may take as long as the split. Raises
     `UserError` if non-finite answers make the headline non-finite."""
     metric, rows = get_metric(task.output), len(row_results)
+    scored = _ScoredRows(metric, row_results, targets, head)
     document = {
         "schema_version": SCHEMA_VERSION,
         "split": split,
@@ -78,39 +110,50 @@ def measure_split(
         "headline": metric.headline,
     }
     if not rows:
-        return {**document, "scores": metric.main_scores(row_results, targets, head), "slices": {}, "tables": {}}
-    scores = _keep_finite(metric.all_scores(row_results, targets, head))
+        return {**document, "scores": scored.apply(metric.main_scores), "slices": {}, "tables": {}}
+    scores = _keep_finite(scored.apply(metric.all_scores))
     if metric.headline not in scores:
         raise UserError(
             f"the {metric.headline} of {rows:,} {split} rows is not finite, nor are some of the answers: the "
             "model's training has diverged; train it with a lower optim.lr",
             code="diverged",
         )
-    sum_metric = metric.make_sum_metric(row_results, targets, head)
-    slices_by_column = {
-        name: _score_slices(metric, values, row_results, targets, head, sum_metric, heartbeat)
-        for name, values in columns.items()
-    }
+    slices_by_column = {name: _score_slices(scored, values, heartbeat) for name, values in columns.items()}
     if LENGTH_COLUMN not in columns:
-        quarters = slices.bin_by_quantile(lengths)
-        slices_by_column[LENGTH_COLUMN] = _score_slices(
-            metric, quarters, row_results, targets, head, sum_metric, heartbeat, min_rows=1
-        )
+        slices_by_column[LENGTH_COLUMN] = _score_slices(scored, bin_by_quantile(lengths), heartbeat, min_rows=1)
     return {
         **document,
         "scores": scores,
-        "intervals": _build_interval_table(sum_metric),
+        "intervals": _build_interval_table(scored.sum_metric),
         "slices": slices_by_column,
-        "tables": {} if metric.build_tables is None else metric.build_tables(row_results, targets, head),
+        "tables": scored.apply(metric.build_tables) if metric.build_tables else {},
     }
+
+
+@dataclass(frozen=True, eq=False)
+class _ScoredRows:
+    metric: Metric
+    row_results: RaggedArray
+    targets: RaggedArray
+    head: Head
+
+    def apply(self, function: Callable[[RaggedArray, RaggedArray, Head], T]) -> T:
+        return function(self.row_results, self.targets, self.head)
+
+    @cached_property
+    def sum_metric(self) -> SumMetric:
+        return self.apply(self.metric.make_sum_metric)
+
+    def take(self, rows: Ints) -> "_ScoredRows":
+        return replace(self, row_results=self.row_results.take(rows), targets=self.targets.take(rows))
 
 
 def score_unseen_rows(
     task: ScoredTask, head: Head, row_results: RaggedArray, targets: RaggedArray, in_training_set: npt.NDArray[np.bool_]
 ) -> dict[str, Any]:
     """The main scores without the rows that are training rows too; empty if all are."""
-    rest = np.flatnonzero(~in_training_set)
-    scores = get_metric(task.output).main_scores(row_results.take(rest), targets.take(rest), head) if len(rest) else {}
+    metric, rest = get_metric(task.output), np.flatnonzero(~in_training_set)
+    scores = _ScoredRows(metric, row_results, targets, head).take(rest).apply(metric.main_scores) if len(rest) else {}
     return {"in_training_set": int(in_training_set.sum()), "rows": len(rest), "scores": _keep_finite(scores)}
 
 
@@ -118,16 +161,15 @@ def score_sampled_rows(
     task: ScoredTask, head: Head, row_results: RaggedArray, targets: RaggedArray, rows: npt.NDArray[np.int64]
 ) -> dict[str, Any]:
     """The main scores and their intervals on a sample: the rows that baselines are scored on."""
-    metric, sample = get_metric(task.output), (row_results.take(rows), targets.take(rows), head)
+    sample = _ScoredRows(get_metric(task.output), row_results, targets, head).take(rows)
     return {
         "rows": len(rows),
-        "scores": _keep_finite(metric.main_scores(*sample)),
-        "intervals": _build_interval_table(metric.make_sum_metric(*sample)),
+        "scores": _keep_finite(sample.apply(sample.metric.main_scores)),
+        "intervals": _build_interval_table(sample.sum_metric),
     }
 
 
 def write_scores(path: Path, document: dict[str, Any]) -> None:
-    """Write the file atomically."""
     atomic_write.write_text(path, json.dumps(document, ensure_ascii=False, allow_nan=False) + "\n")
 
 
@@ -173,56 +215,87 @@ def format_scores(document: Mapping[str, Any]) -> str:
 
 def _build_interval_table(sum_metric: SumMetric) -> dict[str, Any]:
     replicates = max(100, min(bootstrap.REPLICATES, MAX_DRAWS // len(sum_metric)))
-    score_intervals = bootstrap.compute_intervals(sum_metric, replicates=replicates, confidence=CONFIDENCE)
-    ends = {
-        name: [interval.low, interval.high]
-        for name, interval in score_intervals.items()
-        if np.isfinite([interval.low, interval.high]).all()
-    }
+    intervals = bootstrap.compute_intervals(sum_metric, replicates=replicates, confidence=CONFIDENCE)
+    ends = {name: [low, high] for name, (_, low, high) in intervals.items() if np.isfinite([low, high]).all()}
     return {"confidence": CONFIDENCE, "replicates": replicates, "scores": ends}
 
 
 def _score_slices(
-    metric: Metric,
-    values: Sequence[str],
-    row_results: RaggedArray,
-    targets: RaggedArray,
-    head: Head,
-    sum_metric: SumMetric,
-    heartbeat: Callable[[], None],
-    min_rows: int = slices.MIN_ROWS,
+    scored: _ScoredRows, values: Sequence[str], heartbeat: Callable[[], None], min_rows: int = MIN_ROWS
 ) -> list[dict[str, Any]]:
-    slice_documents = []
-    for group in slices.group_rows(values, min_rows, MAX_SLICES):
-        group_targets = targets.take(group.rows)
-        if "out_of_scope_label" in head.facts and (group_targets.values == OUT_OF_SCOPE).all():
+    headline, sum_metric = scored.metric.headline, scored.sum_metric
+    replicates = max(100, min(SLICE_REPLICATES, MAX_DRAWS // len(sum_metric)))
+    slice_documents: list[dict[str, Any]] = []
+    for group in group_rows(values, min_rows, MAX_SLICES):
+        slice_rows = scored.take(group.rows)
+        if "out_of_scope_label" in scored.head.facts and (slice_rows.targets.values == OUT_OF_SCOPE).all():
             continue  # the headline needs in-scope rows, and this slice has none
         heartbeat()
-        scores = _keep_finite(metric.all_scores(row_results.take(group.rows), group_targets, head))
-        if metric.headline not in scores:
-            raise UserError(
-                f"the {metric.headline} of the rows with {group.value!r} is no finite number", code="diverged"
-            )
+        scores = _keep_finite(slice_rows.apply(scored.metric.all_scores))
+        if headline not in scores:
+            raise UserError(f"the {headline} of the rows with {group.value!r} is not finite", code="diverged")
+        interval = bootstrap.compute_intervals(sum_metric.take(group.rows), 0, replicates, CONFIDENCE)[headline]
         document = {"value": group.value, "rows": len(group.rows), "scores": scores}
-        document["interval"] = _compute_headline_interval(sum_metric, group.rows, metric.headline)
+        document["interval"] = [interval.low, interval.high]
         if group.merged_values:
-            document |= {
-                "merged": len(group.merged_values),
-                "examples": list(group.merged_values[:MAX_MERGED_EXAMPLES]),
-            }
+            examples = list(group.merged_values[:MAX_MERGED_EXAMPLES])
+            document |= {"merged": len(group.merged_values), "examples": examples}
         slice_documents.append(document)
-    return sorted(slice_documents, key=lambda entry: (entry["scores"][metric.headline], -entry["rows"], entry["value"]))
-
-
-def _compute_headline_interval(sum_metric: SumMetric, rows: npt.NDArray[np.int64], headline: str) -> list[float]:
-    """The interval of a slice's headline."""
-    replicates = max(100, min(SLICE_REPLICATES, MAX_DRAWS // len(sum_metric)))
-    interval = bootstrap.compute_intervals(
-        SumMetric(sum_metric.rows[rows], sum_metric.score), 0, replicates, CONFIDENCE
-    )[headline]
-    return [interval.low, interval.high]
+    return sorted(slice_documents, key=lambda entry: (entry["scores"][headline], -entry["rows"], entry["value"]))
 
 
 def _keep_finite(scores: Mapping[str, float]) -> dict[str, float]:
     """Only the finite scores: JSON cannot hold the infinite perplexity of an untrained model."""
     return {name: value for name, value in scores.items() if np.isfinite(value)}
+
+
+class SliceRows(NamedTuple):
+    """Positions of the rows with one value of a column."""
+
+    value: str
+    rows: Ints
+    merged_values: tuple[str, ...] = ()
+    """The values of a merged group."""
+
+
+def group_rows(values: Sequence[Hashable], min_rows: int = MIN_ROWS, max_groups: int | None = None) -> list[SliceRows]:
+    """The rows of each value, in the order of their first rows; None is the value `(none)`.
+
+    Values with fewer than `min_rows` rows are merged into one group of any size. So are all but the `max_groups` most
+    frequent values.
+    """
+    names = ["(none)" if value is None else str(value) for value in values]
+    counts = Counter(names)
+    frequent_names = sorted(counts, key=lambda name: (-counts[name], name))[:max_groups]
+    small_names = sorted(counts.keys() - {name for name in frequent_names if counts[name] >= min_rows})
+    are_all_small = all(counts[name] < min_rows for name in small_names)
+    title = (
+        f"({len(small_names)} values with fewer than {min_rows} rows)"
+        if are_all_small
+        else f"(the {len(small_names)} rarest values)"
+    )
+    # A single small value is not merged: it keeps its name.
+    inside = {name: title for name in small_names} if len(small_names) > 1 else {}
+    positions_by_name: dict[str, list[int]] = {}
+    for position, name in enumerate(names):
+        positions_by_name.setdefault(inside.get(name, name), []).append(position)
+    return [
+        SliceRows(name, np.array(positions, dtype=np.int64), tuple(small_names) if inside and name == title else ())
+        for name, positions in positions_by_name.items()
+    ]
+
+
+def bin_by_quantile(values: npt.ArrayLike, parts: int = 4) -> list[str]:
+    """Numbers (lengths, scores) to the names of about equally large ranges, such as `10 to 24`.
+
+    Equal values stay together, so that there may be fewer ranges than `parts`; a range names its lowest and highest
+    value.
+    """
+    numbers = np.asarray(values, dtype=np.float64)
+    if not numbers.size:
+        return []
+    inner = np.unique(np.quantile(numbers, np.arange(1, parts) / parts, method="inverted_cdf"))
+    part = np.searchsorted(inner, numbers, side="left")
+    ends = {int(number): (numbers[part == number].min(), numbers[part == number].max()) for number in np.unique(part)}
+    labels = {number: f"{low:g}" if low == high else f"{low:g} to {high:g}" for number, (low, high) in ends.items()}
+    return [labels[int(number)] for number in part]

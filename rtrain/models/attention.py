@@ -8,17 +8,15 @@ Dropout of attention weights follows the model's configuration on every path.
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from rtrain.models import dropout as masks, local_attention, precision
-from rtrain.models.banded_attention import attend_in_band
+from rtrain.models import dropout as masks, long_texts, precision
 from rtrain.models.device import effective_type
-from rtrain.models.pack_layout import PackLayout, WindowGroup
-from rtrain.torch_internals import flash_attention, softmax_backward
+from rtrain.models.pack_layout import Band, PackLayout, WindowGroup
+from rtrain.torch_internals import FlashOptions, Qkv, SequenceBounds, flash_backward, flash_forward, softmax_backward
 
 if TYPE_CHECKING:
     import torch
-
 
 Kernel = Literal["varlen", "plain", "fused"]
 SIMD_LANES = 16
@@ -57,6 +55,15 @@ def select_kernel(
     return "varlen" if supports_flash and dim % 8 == 0 and dim <= MAX_FLASH_DIM else "fused"
 
 
+class AttentionOptions(NamedTuple):
+    heads: int
+    scale: float
+    rate: float
+    """The dropout rate."""
+    draw: "Callable[[tuple[int, ...], float, torch.dtype], torch.Tensor]"
+    """The sampler of dropout masks on a CPU."""
+
+
 @lru_cache(maxsize=8)
 def _capability(device: "torch.device") -> tuple[int, int]:
     import torch
@@ -91,18 +98,19 @@ def packed_attention(
     if layout is None:
         if attention_mask is None:
             positions = torch.arange(query.shape[2], device=query.device)
-            window = local_attention.attention_window(getattr(module, "config", None))
+            window = long_texts.attention_window(getattr(module, "config", None))
             if sliding_window is not None:
                 attention_mask = (positions[:, None] - positions).abs() < sliding_window
             elif window is not None:
-                attention_mask = local_attention.window_mask(positions[:, None], positions, window)
+                attention_mask = long_texts.window_mask(positions[:, None], positions, window)
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
         return output
-    rate = dropout if module.training else 0.0
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     heads, count, dim = query.shape[1:]
+    options = AttentionOptions(
+        heads, dim**-0.5 if scaling is None else scaling, dropout if module.training else 0.0, draw
+    )
     window_size = layout.attention_window if sliding_window is None else sliding_window - 1
     device_type = effective_type(query.device)
     is_pretend = device_type != query.device.type
@@ -111,103 +119,81 @@ def packed_attention(
         precision.AMPERE if is_pretend else _capability(query.device),
         str(query.dtype).removeprefix("torch."),
         dim,
-        dropout=rate,
+        dropout=options.rate,
         training=torch.is_grad_enabled() and query.requires_grad,
         max_context=layout.max_seqlen if window_size is None else min(layout.max_seqlen, 2 * window_size + 1),
     )
     if kernel == "varlen":
-        return varlen_attention(query, key, value, layout, scale, rate, window_size), None
+        flash_options = FlashOptions(options.scale, options.rate, window_size)
+        return varlen_attention((query, key, value), layout, flash_options), None
     groups = layout.groups if window_size is None else layout.windowed_groups(window_size)
     q, k, v = (part.transpose(1, 2).reshape(count * heads, dim) for part in (query, key, value))
     outputs: torch.Tensor
     if kernel == "plain":
-        outputs = _plain_function().apply(q, k, v, groups, heads, scale, rate, draw)
+        outputs = _plain_function().apply(q, k, v, groups, options)
     else:
         # torch's fused kernel keeps squares with dropout on a CPU, and none on a GPU.
-        outputs = _fused_attention(q, k, v, groups, heads, scale, 0.0 if is_pretend else rate)
+        outputs = _fused_attention((q, k, v), groups, options._replace(rate=0.0) if is_pretend else options)
     if layout.global_tokens is not None:
-        outputs = _attend_globally(outputs, q, k, v, layout.global_tokens, scale, rate, draw)
+        outputs = _attend_globally(outputs, (q, k, v), layout.global_tokens, options)
     return outputs.view(1, count, heads, dim), None
 
 
 def varlen_attention(
-    query: "torch.Tensor",
-    key: "torch.Tensor",
-    value: "torch.Tensor",
+    qkv: Qkv,
     layout: PackLayout,
-    scale: float,
-    rate: float = 0.0,
-    attention_window: int | None = None,
-    kernel: "Callable[..., torch.Tensor]" = flash_attention,
+    options: FlashOptions,
+    kernel: "Callable[[Qkv, SequenceBounds, FlashOptions], tuple[torch.Tensor, ...]]" = flash_forward,
 ) -> "torch.Tensor":
-    """Compute varlen attention: [1, heads, tokens, dim] -> [1, tokens, heads, dim].
-
-    Args:
-        rate: The dropout rate.
-        attention_window: Tokens that a token reads on either side; None for all.
-        kernel: A function with the signature of `flash_attention`.
-    """
+    """Compute varlen attention: [1, heads, tokens, dim] of each -> [1, tokens, heads, dim]."""
     # Views, not indexing: the gradient of an index would be a tensor of zeros and a copy.
-    tensors = [part.squeeze(0).transpose(0, 1) for part in (query, key, value)]
-    if layout.band is not None and layout.attention_window == attention_window:
-        return attend_in_band(tensors[0], tensors[1], tensors[2], layout.band, scale, rate)[None]
-    return kernel(*tensors, layout.cu_seqlens, layout.max_seqlen, scale=scale, dropout=rate, window=attention_window)[
-        None
-    ]
+    query, key, value = (part.squeeze(0).transpose(0, 1) for part in qkv)
+    if layout.band is not None and layout.attention_window == options.window:
+        return attend_in_band((query, key, value), layout.band, options._replace(window=None))[None]
+    return kernel((query, key, value), layout.bounds, options)[0][None]
 
 
-def _fused_attention(
-    query: "torch.Tensor",
-    key: "torch.Tensor",
-    value: "torch.Tensor",
-    groups: Sequence[WindowGroup],
-    heads: int,
-    scale: float,
-    rate: float,
-) -> "torch.Tensor":
+def _fused_attention(qkv: Qkv, groups: Sequence[WindowGroup], options: AttentionOptions) -> "torch.Tensor":
     """Attention by torch's fused kernels, group by group; the tensors are [tokens * heads, dim]."""
     import torch
 
-    dim, outputs = query.shape[-1], []
+    heads, dim, outputs = options.heads, qkv[0].shape[-1], []
     for group in groups:
-        rows = slice(group.start * heads, group.stop * heads)
-        q = query[rows].index_select(0, group.gather).view(group.num_windows, heads, group.width, dim)
+        query, key, value = (part[group.start * heads : group.stop * heads] for part in qkv)
+        q = query.index_select(0, group.gather).view(group.num_windows, heads, group.width, dim)
         k, v = (
-            part[rows].index_select(0, group.gather_keys).view(group.num_windows, heads, group.num_keys, dim)
+            part.index_select(0, group.gather_keys).view(group.num_windows, heads, group.num_keys, dim)
             for part in (key, value)
         )
-        bias = None if group.bias is None else group.bias.to(query.dtype)
-        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, dropout_p=rate, scale=scale)
+        output = torch.nn.functional.scaled_dot_product_attention(
+            *(q, k, v),
+            attn_mask=None if group.bias is None else group.bias.to(q.dtype),
+            dropout_p=options.rate,
+            scale=options.scale,
+        )
         outputs.append(output.reshape(-1, dim).index_select(0, group.scatter))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
 def _attend_globally(
-    outputs: "torch.Tensor",
-    query: "torch.Tensor",
-    key: "torch.Tensor",
-    value: "torch.Tensor",
-    group: WindowGroup,
-    scale: float,
-    rate: float,
-    draw: "Callable[[tuple[int, ...], float, torch.dtype], torch.Tensor]",
+    outputs: "torch.Tensor", qkv: Qkv, group: WindowGroup, options: AttentionOptions
 ) -> "torch.Tensor":
     """Replace the outputs [tokens * heads, dim] of the global first tokens. Each of them reads its whole window."""
     import torch
 
-    dim = query.shape[-1]
-    heads = len(group.gather) // group.num_windows
+    query, key, value = qkv
+    heads, dim = options.heads, query.shape[-1]
     q = query.index_select(0, group.gather).view(group.num_windows, heads, 1, dim)
     k, v = (
         part.index_select(0, group.gather_keys).view(group.num_windows, heads, group.num_keys, dim)
         for part in (key, value)
     )
     assert group.bias is not None
-    weights = torch.softmax(q @ k.transpose(2, 3) * scale + group.bias.to(q.dtype), dim=-1)
-    if rate and weights.device.type == "cpu":
-        weights = weights * draw(tuple(weights.shape), rate, weights.dtype)
-    elif rate:
-        weights = torch.nn.functional.dropout(weights, rate)
+    weights = torch.softmax(q @ k.transpose(2, 3) * options.scale + group.bias.to(q.dtype), dim=-1)
+    if options.rate and weights.device.type == "cpu":
+        weights = weights * options.draw(tuple(weights.shape), options.rate, weights.dtype)
+    elif options.rate:
+        weights = torch.nn.functional.dropout(weights, options.rate)
     return outputs.index_copy(0, group.gather, (weights @ v).view(-1, dim))
 
 
@@ -231,7 +217,8 @@ def _plain_function() -> Any:
 
         @staticmethod
         def forward(ctx: Any, *args: Any) -> torch.Tensor:
-            *parts, groups, heads, scale, rate, draw = args
+            *parts, groups, options = args
+            heads, scale, rate, draw = options
             dim = parts[0].shape[-1]
             output, saved = torch.empty_like(parts[2]), []
             for group in groups:
@@ -285,6 +272,105 @@ def _plain_function() -> Any:
                         part[rows].zero_().index_add_(0, group.gather_keys, part_grad.view(-1, dim))
                     else:
                         torch.index_select(part_grad.view(-1, dim), 0, group.scatter, out=part[rows])
-            return (*gradients_out, *(None,) * 5)
+            return (*gradients_out, None, None)
 
     return PlainAttention
+
+
+# ------------------------------------------------------------------------------------------------------------ the band
+
+
+class BandKernel(NamedTuple):
+    """Windowed attention and its gradient, with the signatures of `flash_forward` and `flash_backward`."""
+
+    forward: "Callable[[Qkv, SequenceBounds, FlashOptions], tuple[torch.Tensor, ...]]"
+    backward: "Callable[..., Qkv]"
+
+
+FLASH_KERNEL = BandKernel(flash_forward, flash_backward)
+
+
+def attend_in_band(qkv: Qkv, band: Band, options: FlashOptions, kernel: BandKernel = FLASH_KERNEL) -> "torch.Tensor":
+    """Compute local attention with a global first token on a GPU, by three calls of flash attention: [tokens, heads,
+    dim] of each -> outputs of the same shape.
+
+    The first call computes the band: each token reads its neighbors. The second call adds the window's first token for
+    the tokens out of its reach, with one key. Each call returns outputs and log-sum-exp values, which weight the two
+    outputs of a token as in ring attention (Liu et al. 2023, arXiv:2310.01889). The third call lets the first tokens
+    read all tokens.
+
+    The backward pass gives each call the final outputs and the final log-sum-exp values. Each call then has the true
+    weights of its keys, and computes its part of the gradient. A log-sum-exp of infinity leaves a query out of a call.
+
+    The kernel drops attention weights after it has computed the sums, so the weighting is right with dropout too.
+    """
+    output: torch.Tensor = _band_function().apply(*qkv, band, options, kernel)
+    return output
+
+
+@lru_cache(maxsize=1)
+def _band_function() -> Any:
+    import torch
+
+    class BandedAttention(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *args: Any) -> torch.Tensor:
+            query, key, value, band, options, kernel = args
+            in_long = slice(band.num_tokens)
+            output: torch.Tensor
+            output, log_sums, *state = kernel.forward(
+                (query, key, value), band.bounds, options._replace(window=band.window)
+            )
+            keys, values = (part.index_select(0, band.span_keys) for part in (key, value))
+            far_output, far_log_sums, *far_state = kernel.forward(
+                (query[in_long], keys, values), band.far_bounds, options
+            )
+            first_query = query.index_select(0, band.first_tokens)
+            first_output, first_log_sums, *first_state = kernel.forward(
+                (first_query, key[in_long], value[in_long]), band.first_bounds, options
+            )
+            far_log_sums = far_log_sums.masked_fill_(band.reaches_first, -torch.inf)
+            long_log_sums = log_sums[:, in_long]
+            far_weight = torch.sigmoid(far_log_sums - long_log_sums).t().to(output.dtype)
+            output[in_long].lerp_(far_output, far_weight[:, :, None])
+            output.index_copy_(0, band.first_tokens, first_output)
+            long_log_sums.copy_(torch.logaddexp(long_log_sums, far_log_sums))
+            ctx.save_for_backward(query, key, value, output, log_sums, first_log_sums, *state, *far_state, *first_state)
+            ctx.band, ctx.options, ctx.kernel = band, options, kernel
+            return output
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+            query, key, value, output, log_sums, first_log_sums, *states = ctx.saved_tensors
+            band, options, backward = ctx.band, ctx.options, ctx.kernel.backward
+            gradient, in_long = gradients[0].contiguous(), slice(band.num_tokens)
+            band_log_sums = log_sums.index_fill(1, band.first_tokens, torch.inf)
+            grads = backward(
+                *(gradient, (query, key, value), (output, band_log_sums, *states[:2]), band.bounds),
+                options._replace(window=band.window),
+            )
+            keys, values = (part.index_select(0, band.span_keys) for part in (key, value))
+            far_log_sums = log_sums[:, in_long].masked_fill(band.reaches_first, torch.inf)
+            far_query_grad, *span_grads = backward(
+                *(gradient[in_long], (query[in_long], keys, values), (output[in_long], far_log_sums, *states[2:4])),
+                *(band.far_bounds, options),
+            )
+            first_gradient, first_query, first_output = (
+                part.index_select(0, band.first_tokens) for part in (gradient, query, output)
+            )
+            first_query_grad, *key_grads = backward(
+                *(first_gradient, (first_query, key[in_long], value[in_long])),
+                *((first_output, first_log_sums, *states[4:]), band.first_bounds, options),
+            )
+            grads[0][in_long].add_(far_query_grad)
+            grads[0].index_copy_(0, band.first_tokens, first_query_grad)
+            for grad, key_grad, span_grad in zip(grads[1:], key_grads, span_grads, strict=True):
+                grad[in_long].add_(key_grad)
+                exact_grad = span_grad.to(torch.promote_types(span_grad.dtype, torch.float32))
+                window_grad = torch.segment_reduce(
+                    exact_grad, "sum", lengths=band.spans_per_window, axis=0, unsafe=True
+                )
+                grad.index_add_(0, band.first_tokens, window_grad.to(grad.dtype))
+            return (*grads, None, None, None)
+
+    return BandedAttention

@@ -10,16 +10,8 @@ from typing import TYPE_CHECKING, Any
 from rtrain.config import Config, ModelConfig, Recipe, with_overrides
 from rtrain.core import hub, json_files
 from rtrain.core.errors import ConfigError, Problem, UserError
-from rtrain.models import (
-    auto_classes,
-    heads,
-    local_attention,
-    pooling,
-    position_embeddings,
-    sentence_transformers_format,
-    unpadded,
-)
-from rtrain.models.auto_classes import auto_class
+from rtrain.models import long_texts, model_files, network_parts, pooling, unpadded
+from rtrain.models.model_files import auto_class
 from rtrain.parallel import dtensor_utils
 from rtrain.tasks import base
 
@@ -28,7 +20,19 @@ if TYPE_CHECKING:
     import transformers
 
 PACKAGED_HUB_NAME = "sentence-transformers/all-MiniLM-L6-v2"
+REQUIRED_FILES = {
+    "config.json": "name a folder made by save_pretrained",
+    "tokenizer.json": "save the fast tokenizer into it: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
+    "model.safetensors": "save the weights as safetensors; pickled weights are not read",
+}
+"""Files of a model folder, with the fix for a folder without them."""
 PACKAGED_SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
+DROPOUT_NAMES = {
+    "attention_dropout": ("attention weights", ("attention_probs_dropout_prob", "attention_dropout")),
+    "dropout": ("hidden values", ("hidden_dropout_prob", "dropout", "embedding_dropout", "mlp_dropout")),
+}
+"""Setting -> a description, and the names of the rate in configurations (BERT and relatives, DistilBERT,
+ModernBERT)."""
 
 
 def resolve_folder(name: str, root: Path | None = None) -> Path:
@@ -45,26 +49,14 @@ def resolve_folder(name: str, root: Path | None = None) -> Path:
 
 def _check_folder(folder: Path) -> None:
     problems = [
-        Problem("model.name", str(folder), f"no {what} in the folder", fix, code="not_found")
-        for what, present, fix in (
-            ("config.json", (folder / "config.json").is_file(), "name a folder made by save_pretrained"),
-            (
-                "tokenizer.json",
-                (folder / "tokenizer.json").is_file(),
-                "save the fast tokenizer into it: AutoTokenizer.from_pretrained(NAME).save_pretrained(FOLDER)",
-            ),
-            (
-                "model.safetensors",
-                bool(list(folder.glob("model*.safetensors"))),
-                "save the weights as safetensors; pickled weights are not read",
-            ),
-        )
-        if not present
+        Problem("model.name", str(folder), f"no {name} in the folder", fix, code="not_found")
+        for name, fix in REQUIRED_FILES.items()
+        if not any(path.is_file() for path in folder.glob(name.replace("model.", "model*.")))
     ]
     if problems:
         raise ConfigError(problems)
     json_files.load_json_object(folder / "config.json")
-    sentence_transformers_format.read_pooling(folder)
+    pooling.read_pooling(folder)
     _check_weights(folder)
 
 
@@ -132,24 +124,26 @@ def build_network(
 
     torch.manual_seed(seed)
     model_config = model_config or ModelConfig()
-    mean = _pooling_mode(model_config, task, folder) == "mean"
     settings = _dropout_overrides(folder, model_config)
     settings["problem_type"] = task.problem_type  # overrides the problem type of the folder's own head
     names = {"id2label": dict(enumerate(labels)), "label2id": {label: number for number, label in enumerate(labels)}}
-    model, report = pooling.load_network(
+    model, report = model_files.load_network(
         auto_class(task.auto_model), folder, new_head=True, **(names if labels else {}), **settings
     )
     new_weights = report["missing_keys"]
-    heads.align_head_to_labels(
+    network_parts.align_head_to_labels(
         model,
-        heads.label_order(json_files.load_json_object(folder / "config.json"), task.auto_model, labels),
+        network_parts.label_order(json_files.load_json_object(folder / "config.json"), task.auto_model, labels),
         new_weights,
     )
     if model_config.max_position_embeddings is not None:
-        position_embeddings.extend_positions(model, model_config.max_position_embeddings)
+        long_texts.extend_positions(model, model_config.max_position_embeddings)
     if model_config.attention_window is not None:
-        local_attention.set_attention_window(model, model_config.attention_window)
-    return _finish(model, task, model_config, new_weights, mean, pack, fast_dropout)
+        long_texts.set_attention_window(model, model_config.attention_window)
+    mean = _pooling_mode(model_config, task, folder) == "mean"
+    if pack:
+        _enable_packing(model, task, mean, fast_dropout)
+    return _finish(model, model_config, new_weights, mean)
 
 
 def build_fake(
@@ -169,35 +163,30 @@ def build_fake(
         folder, local_files_only=True, trust_remote_code=False, num_labels=outputs, **settings
     )
     if model_config.max_position_embeddings is not None:
-        max_positions = model_config.max_position_embeddings + position_embeddings.first_position(
-            network_config.to_dict()
-        )
+        max_positions = model_config.max_position_embeddings + long_texts.first_position(network_config.to_dict())
         network_config.max_position_embeddings = max(network_config.max_position_embeddings, max_positions)
     if model_config.attention_window is not None:
-        setattr(network_config, local_attention.CONFIG_KEY, model_config.attention_window)
+        setattr(network_config, long_texts.CONFIG_KEY, model_config.attention_window)
     # ModernBERT draws weights until all are small enough, which reads their values; fake tensors have none.
-    with pooling.CREATION_LOCK, no_init_weights():
+    with model_files.CREATION_LOCK, no_init_weights():
         model = auto_class(task.auto_model).from_config(network_config, trust_remote_code=False)
     model.tie_weights()
     head = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
     mean = _pooling_mode(model_config, task, folder) == "mean"
-    return _finish(model, task, model_config, head, mean, pack=True, fast_dropout=False)
+    _enable_packing(model, task, mean, fast_dropout=False)
+    return _finish(model, model_config, head, mean)
+
+
+def _enable_packing(model: Any, task: base.Task, mean: bool, fast_dropout: bool) -> None:
+    if unpadded.supports_packing(model):
+        head = "tokens" if task.is_token_level else "mean" if mean or pooling.pools_by_mean(model) else "first"
+        unpadded.enable_packing(model, head, fast_dropout=fast_dropout)
 
 
 def _finish(
-    model: Any,
-    task: base.Task,
-    model_config: ModelConfig,
-    new_weights: Collection[str],
-    mean: bool,
-    pack: bool,
-    fast_dropout: bool,
+    model: Any, model_config: ModelConfig, new_weights: Collection[str], mean: bool
 ) -> "transformers.PreTrainedModel":
-    """Finish a network: packing, attention, pooling, frozen encoder. `new_weights`: names of weights that were not
-    loaded."""
-    if pack and unpadded.supports_packing(model):
-        head = "tokens" if task.is_token_level else "mean" if mean or pooling.pools_by_mean(model) else "first"
-        unpadded.enable_packing(model, head, fast_dropout=fast_dropout)
+    """Set attention, pooling and the frozen encoder. `new_weights`: names of weights that were not loaded."""
     select_attention(model, training=True)
     if mean:
         pooling.pool_by_mean(model)
@@ -220,8 +209,8 @@ def freeze_encoder(network: "transformers.PreTrainedModel", new_weights: Collect
         UserError: Nothing is left to train.
     """
     encoder: Any = network.base_model
+    class_name = type(network).__name__
     if encoder is network:
-        class_name = type(network).__name__
         raise UserError(
             f"model.freeze=encoder: {class_name} does not tell its encoder from its head; write model.freeze=none",
             code="unsupported",
@@ -229,9 +218,7 @@ def freeze_encoder(network: "transformers.PreTrainedModel", new_weights: Collect
     prefix = f"{network.base_model_prefix}."
     for name, parameter in encoder.named_parameters():
         parameter.requires_grad_(prefix + name in new_weights)
-    untyped_network: Any = network
-    if not any(parameter.requires_grad for parameter in untyped_network.parameters()):
-        class_name = type(network).__name__
+    if not any(parameter.requires_grad for _, parameter in network.named_parameters()):
         raise UserError(
             f"model.freeze=encoder: {class_name} has no weights beside its encoder's; write model.freeze=none",
             code="unsupported",
@@ -262,8 +249,8 @@ def select_attention(network: Any, *, training: bool) -> None:
     tokens. It keeps no square of the text, which would take gigabytes in the large micro-batches of an evaluation. GPUs
     and local attention always use the fused kernel: with plain products, padding that reads nothing gives NaN.
     """
-    if local_attention.attention_window(network.config) is not None and not unpadded.is_packed(network):
-        local_attention.enable_local_attention(network)
+    if long_texts.attention_window(network.config) is not None and not unpadded.is_packed(network):
+        long_texts.enable_local_attention(network)
     elif getattr(network, "_supports_sdpa", False) and not unpadded.is_packed(network):
         uses_window = getattr(network.config, "sliding_window", None) is not None
         is_plain = training and dtensor_utils.module_device(network).type == "cpu" and not uses_window
@@ -285,16 +272,7 @@ def enable_activation_checkpointing(network: Any) -> None:
     network.activation_checkpointing_enable({"use_reentrant": False})
 
 
-DROPOUT_NAMES = {
-    "attention_dropout": ("attention weights", ("attention_probs_dropout_prob", "attention_dropout")),
-    "dropout": ("hidden values", ("hidden_dropout_prob", "dropout", "embedding_dropout", "mlp_dropout")),
-}
-"""Setting -> a description, and the names of the rate in configurations (BERT and relatives, DistilBERT,
-ModernBERT)."""
-
-
 def _dropout_overrides(folder: Path, model_config: ModelConfig) -> dict[str, Any]:
-    """The dropout rates that the settings override in the configuration of a model folder."""
     import transformers
 
     rates = {name: rate for name in DROPOUT_NAMES if (rate := getattr(model_config, name)) is not None}
@@ -318,28 +296,21 @@ def check_architecture(
     """Problems of a model folder that can be found before a process starts. A resumed run may use every position of the
     table, as earlier versions allowed."""
     config, model_config = json_files.load_json_object(folder / "config.json"), model_config or ModelConfig()
-    problems = position_embeddings.check_max_positions(
+    problems = long_texts.check_max_positions(
         config, model_config.max_position_embeddings
-    ) + local_attention.check_attention_window(config, model_config.attention_window)
+    ) + long_texts.check_attention_window(config, model_config.attention_window)
     if "auto_map" in config:
-        problems.append(
-            Problem(
-                "model.name",
-                str(folder),
-                "needs code of its own (auto_map), which rtrain never runs",
-                "use a model that transformers knows",
-                code="remote_code",
-            )
-        )
-    if not is_resumed and (generator_kind := auto_classes.describe_generator(config)) is not None:
+        reason, fix = "needs code of its own (auto_map), which rtrain never runs", "use a model that transformers knows"
+        problems.append(Problem("model.name", str(folder), reason, fix, code="remote_code"))
+    if not is_resumed and (generator_kind := model_files.describe_generator(config)) is not None:
         reason = f"{config.get('model_type')} is {generator_kind}, and rtrain trains encoders"
         fix = "name an encoder, such as minilm or roberta-base"
         problems.append(Problem("model.name", str(folder), reason, fix, code="not_an_encoder"))
-    native_limit = config.get("max_position_embeddings") if is_resumed else position_embeddings.max_text_tokens(config)
+    native_limit = config.get("max_position_embeddings") if is_resumed else long_texts.max_text_tokens(config)
     limit = native_limit and max(native_limit, model_config.max_position_embeddings or 0)
     if limit and max_tokens > limit:
         fix = f"write {limit} or less"
-        if config.get("model_type") in position_embeddings.TABLE_ARCHITECTURES:
+        if config.get("model_type") in long_texts.TABLE_ARCHITECTURES:
             fix += f", or let its table of positions be repeated: model.max_position_embeddings={max_tokens}"
         reason = f"the model reads {limit} tokens at most"
         problems.append(Problem("data.max_tokens", max_tokens, reason, fix, code="out_of_range"))
@@ -351,24 +322,19 @@ def resolve_pooling(config: Config, folder: Path) -> Config:
     trained with."""
     model_config, task = config.recipe.model, base.get_task(config.recipe.task)
     # Also by name: copies downloaded by earlier versions may lack the files that describe the pooling.
-    if (
-        model_config.pooling == "auto"
-        and not task.is_token_level
-        and (parts := sentence_transformers_format.find_unsupported(folder))
-    ):
+    if model_config.pooling == "auto" and not task.is_token_level and (parts := pooling.find_unsupported(folder)):
         reason = f"the vectors of this sentence encoder need {' and '.join(parts)}, which rtrain does not compute"
         fix = "write model.pooling=mean or own to train the encoder without"
         raise ConfigError([Problem("model.pooling", "auto", reason, fix, code="unsupported")])
     is_packaged = model_config.name == hub.PACKAGED_MODEL and model_config.pooling == "auto" and not task.is_token_level
-    return with_overrides(
-        config, {"model.pooling": "mean" if is_packaged else _pooling_mode(model_config, task, folder)}
-    )
+    mode = "mean" if is_packaged else _pooling_mode(model_config, task, folder)
+    return with_overrides(config, {"model.pooling": mode})
 
 
 def _pooling_mode(model_config: ModelConfig, task: base.Task, folder: Path) -> str:
     if model_config.pooling != "auto":
         return model_config.pooling
-    return "mean" if not task.is_token_level and sentence_transformers_format.read_pooling(folder) == "mean" else "own"
+    return "mean" if not task.is_token_level and pooling.read_pooling(folder) == "mean" else "own"
 
 
 def check_model_settings(recipe: Recipe) -> list[Problem]:

@@ -1,9 +1,10 @@
-"""Devices of a run's workers, transfer of tensors, and the backend of the process group.
+"""Devices: where the CPU or GPU of a worker is chosen, the transfer of tensors, the backend of the process group.
 
-`choose_device` is pure. `rtrain.runs.prepare` calls it once for a run with the capacity of the cluster.
+`rtrain.runs.prepare` calls `choose_device` once for a run, with the capacity of the cluster. Ray then assigns GPUs to
+workers, and each worker calls `choose_worker_device`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -15,6 +16,8 @@ from rtrain.core.errors import ConfigError, Problem
 if TYPE_CHECKING:
     import numpy.typing as npt
     import torch
+
+_PRETEND_TYPE: ContextVar[str | None] = ContextVar("stands_for", default=None)
 
 
 @dataclass(frozen=True)
@@ -56,27 +59,44 @@ def choose_device(
         raise ConfigError([Problem("train.device", requested_device, reason, fix, code="unsupported")])
     if gpus < (min_workers or 1):
         reason = f"the cluster has {gpu_count_text}, and its autoscaler may start no more"
-        fix = "write train.device=cpu, or start nodes with GPUs" + (
-            f"; train.min_workers is {min_workers}" if min_workers else ""
-        )
+        note = f"; train.min_workers is {min_workers}" if min_workers else ""
+        fix = f"write train.device=cpu, or start nodes with GPUs{note}"
         raise ConfigError([Problem("train.device", requested_device, reason, fix, code="too_few_gpus")])
     if gpus < workers:
-        message = (
-            f"{gpus} worker{'' if gpus == 1 else 's'} instead of {workers}: the cluster has {gpu_count_text}, "
-            "one for each"
+        return DeviceChoice(
+            "gpu",
+            gpus,
+            f"{gpus} worker{'' if gpus == 1 else 's'} instead of {workers}: the cluster has {gpu_count_text}, one for "
+            "each. The rows of a step stay the same",
         )
-        return DeviceChoice("gpu", gpus, f"{message}. The rows of a step stay the same")
     if placeable_workers and (min_workers or 1) <= placeable_workers < workers:
-        message = (
-            f"{placeable_workers} worker{'' if placeable_workers == 1 else 's'} instead of {workers}: of the "
-            "nodes that may be up together with"
-        )
         return DeviceChoice(
             "gpu",
             placeable_workers,
-            f"{message} CPUs for data tasks no more have a GPU. The rows of a step stay the same",
+            f"{placeable_workers} worker{'' if placeable_workers == 1 else 's'} instead of {workers}: of the nodes "
+            "that may be up together with CPUs for data tasks no more have a GPU. The rows of a step stay the same",
         )
     return DeviceChoice("gpu", workers)
+
+
+def choose_worker_device(
+    gpu_ids: Sequence[Any], get_assigned: "Callable[[], torch.device]", memory_share: float
+) -> "torch.device":
+    """Choose the device of this worker: the GPU that Ray assigned to it, limited to its share of memory; otherwise the
+    CPU. Unassigned GPUs are not used, and fake GPUs cannot compute.
+
+    Args:
+        gpu_ids: The GPUs that Ray assigned to this process.
+        get_assigned: Returns their device, as `ray.train.torch.get_device`.
+    """
+    import torch
+
+    if not gpu_ids or env.uses_fake_gpus():
+        return torch.device("cpu")
+    device = get_assigned()
+    if memory_share < 1:
+        torch.cuda.set_per_process_memory_fraction(memory_share, device)
+    return device
 
 
 def can_use_gpus() -> bool:
@@ -87,13 +107,9 @@ def can_use_gpus() -> bool:
 
 
 def device_name(device: "torch.device") -> str:
-    """The training device of a worker for a log: `cpu`, or the name of the GPU."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-
-
-_PRETEND_TYPE: ContextVar[str | None] = ContextVar("stands_for", default=None)
 
 
 def effective_type(device: "torch.device") -> str:

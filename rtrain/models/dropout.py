@@ -59,40 +59,40 @@ def draw_salted_torch_mask(shape: tuple[int, ...], rate: float, dtype: "torch.dt
 
 @lru_cache(maxsize=8)
 def _scale_bits(rate: float, dtype: "torch.dtype") -> "npt.NDArray[Any]":
-    """The bit pattern of 1 / (1 - rate), as an integer of the same width."""
     import torch
 
     unsigned = {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     return torch.tensor([1 / (1 - rate)], dtype=dtype).view(unsigned).numpy()
 
 
-def use_fast_dropout(network: "torch.nn.Module") -> None:
-    """Use these masks in the network's dropout layers; on a GPU they keep torch's own."""
+def replace_dropout(module: "torch.nn.Module", function: "Callable[..., torch.Tensor]", **options: Any) -> None:
+    """Make the dropout layers of a module compute `function(layer, values, **options)`."""
     import torch
 
-    for layer in network.modules():
+    for layer in module.modules():
         if type(layer) is torch.nn.Dropout:
-            layer.forward = partial(apply_dropout, layer)  # type: ignore[method-assign]
+            layer.forward = partial(function, layer, **options)  # type: ignore[method-assign]
+
+
+def use_fast_dropout(network: "torch.nn.Module") -> None:
+    """Use these masks in the network's dropout layers; on a GPU they keep torch's own."""
+    replace_dropout(network, apply_dropout)
 
 
 def use_native_dropout(network: "torch.nn.Module") -> None:
     """Make dropout layers on fake tensors keep a mask of the GPU's size: one byte an element, not one element as on a
     CPU."""
+    replace_dropout(network, _drop_natively)
+
+
+def _drop_natively(layer: "torch.nn.Dropout", values: "torch.Tensor") -> "torch.Tensor":
     import torch
 
-    def drop_natively(layer: "torch.nn.Dropout", values: "torch.Tensor") -> "torch.Tensor":
-        return torch.native_dropout(values, layer.p, layer.training)[0] if layer.p else values
-
-    for layer in network.modules():
-        if type(layer) is torch.nn.Dropout:
-            layer.forward = partial(drop_natively, layer)  # type: ignore[method-assign]
+    return torch.native_dropout(values, layer.p, layer.training)[0] if layer.p else values
 
 
 def apply_dropout(
-    layer: "torch.nn.Dropout",
-    values: "torch.Tensor",
-    salt: int = 0,
-    draw: "Callable[..., torch.Tensor]" = draw_mask,
+    layer: "torch.nn.Dropout", values: "torch.Tensor", salt: int = 0, draw: "Callable[..., torch.Tensor]" = draw_mask
 ) -> "torch.Tensor":
     """Apply dropout as the layer does, with another mask for each `salt`. `draw`: a sampler like `draw_mask`."""
     import torch

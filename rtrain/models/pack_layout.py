@@ -24,6 +24,9 @@ in that time (estimated, not measured)."""
 MAX_CHUNK_TOKENS = 128
 """Largest number of tokens in a chunk of a window, for local attention with a smaller window. Chunks of twice the
 window took 1.1 times as long (measured with 2,048 tokens, windows of 128 and 256, MiniLM on one core)."""
+SPAN_TOKENS = 256
+"""Tokens that read a window's first token in one window of a flash-attention call. The backward pass processes the
+queries of a key one block after another."""
 
 
 @dataclass(frozen=True)
@@ -53,11 +56,6 @@ class WindowGroup:
     def has_shared_keys(self) -> bool:
         """Whether keys come from outside of the chunk, so that several chunks share some of them."""
         return self.gather_keys is not self.gather
-
-
-SPAN_TOKENS = 256
-"""Tokens that read a window's first token in one window of a flash-attention call. The backward pass processes the
-queries of a key one block after another."""
 
 
 @dataclass(frozen=True)
@@ -105,12 +103,17 @@ class PackLayout:
     """int32 [windows + 1]: 0 and the end of each window, for variable-length kernels."""
     attention_window: int | None = None
     """Tokens that a token reads on either side in all layers, for models that were trained with full attention
-    (`rtrain.models.local_attention`). The first token of each window then reads all tokens and is read by all."""
+    (`rtrain.models.long_texts`). The first token of each window then reads all tokens and is read by all."""
 
     @property
     def max_seqlen(self) -> int:
         """Tokens of the longest window."""
         return int(self.sizes[0])
+
+    @property
+    def bounds(self) -> "SequenceBounds":
+        """Each window of the pack, for variable-length kernels."""
+        return self.cu_seqlens, self.cu_seqlens, self.max_seqlen, self.max_seqlen
 
     @cached_property
     def groups(self) -> tuple[WindowGroup, ...]:
@@ -178,7 +181,7 @@ class PackLayout:
             num_tokens=num_tokens,
             first_tokens=to_device(starts, device),
             reaches_first=to_device(offsets <= self.attention_window, device),
-            bounds=(self.cu_seqlens, self.cu_seqlens, max_seqlen, max_seqlen),
+            bounds=self.bounds,
             first_bounds=(single_bounds[:num_bounds], self.cu_seqlens[:num_bounds], 1, max_seqlen),
             far_bounds=(to_device(span_bounds, device), single_bounds, min(SPAN_TOKENS, max_seqlen), 1),
             span_keys=to_device(starts[span_window], device),
@@ -187,7 +190,6 @@ class PackLayout:
 
     @staticmethod
     def _max_chunk(attention_window: int) -> int:
-        """Tokens of the longest chunk."""
         return max(MAX_CHUNK_TOKENS, attention_window)
 
     @cached_property
@@ -199,7 +201,6 @@ class PackLayout:
         return GROUP_WASTE["cpu" if effective_type(self.lengths.device) == "cpu" else "cuda"]
 
     def _make_group(self, begin: int, end: int) -> WindowGroup:
-        """Make a group of whole windows."""
         device = self.lengths.device
         ends = np.cumsum(self.sizes)
         starts = ends - self.sizes

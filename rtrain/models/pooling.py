@@ -1,17 +1,13 @@
-"""Pooling of a text's token vectors into the classified vector, and weights that other programs must not load.
+"""Pooling of a text's token vectors into the classified vector, and its files in sentence-transformers folders."""
 
-Transformers knows neither this pooling nor local attention and would compute other outputs without an error. So weights
-are saved in a shape that it refuses.
-"""
-
-import threading
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rtrain.core import json_files
 from rtrain.core.errors import UserError
-from rtrain.models import local_attention
-from rtrain.models.forward import LAYOUT
+from rtrain.models.network_parts import LAYOUT
 
 if TYPE_CHECKING:
     import torch
@@ -19,17 +15,11 @@ if TYPE_CHECKING:
 
 FACT = "token_pooling"
 """Artifact fact of a model with `mean` pooling."""
-GUARD_SHAPE = (1, 1, 1)
-"""Leading dimensions of the head's matrices in a guarded artifact (mean pooling or local attention). `AutoModelFor...`
-raises an error of mismatched sizes; `AutoModel` and sentence-transformers load the encoder without the head."""
-
-STANDARDIZED_SUFFIX = ".standardized"
-"""Suffix of a regression head's weights as trained. The weights without the suffix answer in the unit of the training
-scores, for other programs."""
-
-CREATION_LOCK = threading.Lock()
-"""Held while transformers creates a network. It patches its own functions and torch's for the whole process meanwhile;
-two threads would restore each other's patches, and no weights would be tied or initialized afterwards."""
+MODULES_FILE, POOLING_FOLDER, SETTINGS_FILE = "modules.json", "1_Pooling", "config_sentence_transformers.json"
+NORMALIZE = "Normalize"
+POOLING_FLAGS = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
+"""Keys of older files instead of `pooling_mode`."""
+POOLING_FLAG_PREFIX = "pooling_mode_"
 
 
 def pool_by_mean(network: "transformers.PreTrainedModel") -> None:
@@ -74,103 +64,80 @@ def _pool_mean(module: "torch.nn.Module", inputs: Any, kwargs: Mapping[str, Any]
     return output
 
 
-def save_weights(
-    network: "transformers.PreTrainedModel",
-    folder: Path,
-    *,
-    guard_head: bool,
-    weights: "Mapping[str, torch.Tensor] | None" = None,
-    scale: tuple[float, float] | None = None,
-) -> None:
-    """Write config.json and model.safetensors.
-
-    Args:
-        guard_head: Save the head's matrices in a shape that other programs refuse.
-        weights: Full weights by name, if the network's own are shards or include more than the artifact needs.
-        scale: Mean and standard deviation of the training scores, for a network that answers in standard deviations.
-            Its last layer is written to answer in their unit, and as trained (`STANDARDIZED_SUFFIX`).
-    """
-    encoder_prefix = f"{network.base_model_prefix}."
-    weights = dict(network.state_dict() if weights is None else weights)
-    if scale is not None and not guard_head:
-        output_name = next(
-            name for name, weight in weights.items() if not name.startswith(encoder_prefix) and _is_output(weight)
-        )
-        weights |= _rescale_output(weights, output_name.removesuffix(".weight"), *scale)
-    if guard_head:
-        head_weights = {
-            name: weight for name, weight in weights.items() if weight.ndim == 2 and not name.startswith(encoder_prefix)
-        }
-        weights |= {name: weight.reshape(*GUARD_SHAPE, *weight.shape) for name, weight in head_weights.items()}
-    network.save_pretrained(folder, state_dict=weights)
+def read_pooling(folder: Path) -> str | None:
+    """The pooling that the encoder of a model folder was trained with: `mean` or `cls` (first token); None if the
+    folder holds no sentence encoder or another pooling. An artifact states its own pooling."""
+    if _read_json(folder / json_files.ARTIFACT_JSON).get("facts", {}).get(FACT) == "mean":
+        return "mean"
+    has_modules = (folder / MODULES_FILE).is_file()
+    modules = _read_json(folder / MODULES_FILE) if has_modules else [{"type": ".Pooling", "path": POOLING_FOLDER}]
+    path = next((module["path"] for module in modules if module["type"].endswith(".Pooling")), None)
+    if path is None or not (has_modules or (folder / path / "config.json").is_file()):
+        return None
+    modes = _pooling_modes(_read_json(folder / path / "config.json"))
+    return next((mode for mode in ("mean", "cls") if mode in modes), None)
 
 
-def _is_output(weight: "torch.Tensor") -> bool:
-    """Whether the weight is the matrix of a layer with a single output."""
-    return weight.ndim == 2 and len(weight) == 1
+def find_unsupported(folder: Path) -> list[str]:
+    """Unsupported parts of the sentence encoder in a model folder, beyond an encoder and one pooling. Normalization is
+    supported: `write_sentence_files` writes it on, and the direction of the vectors is the same."""
+    unsupported = [
+        f"the module {kind}" for kind in _module_types(folder) if kind not in ("Transformer", "Pooling", NORMALIZE)
+    ]
+    modes = (
+        _pooling_modes(_read_json(folder / POOLING_FOLDER / "config.json"))
+        if (folder / POOLING_FOLDER / "config.json").is_file()
+        else []
+    )
+    if len(modes) > 1:
+        unsupported.append(f"the pooling {' with '.join(modes)}")
+    settings = _read_json(folder / SETTINGS_FILE)
+    if prompt := (settings.get("prompts") or {}).get(settings.get("default_prompt_name")):
+        unsupported.append(f"the default prompt {prompt!r}")
+    return unsupported
 
 
-def _rescale_output(
-    weights: "Mapping[str, torch.Tensor]", layer: str, mean: float, std: float
-) -> "dict[str, torch.Tensor]":
-    weight, bias = weights[f"{layer}.weight"], weights[f"{layer}.bias"]
-    return {
-        f"{layer}.weight": (weight.double() * std).to(weight.dtype),
-        f"{layer}.bias": (bias.double() * std + mean).to(bias.dtype),
-        f"{layer}.weight{STANDARDIZED_SUFFIX}": weight,
-        f"{layer}.bias{STANDARDIZED_SUFFIX}": bias,
+def _module_types(folder: Path) -> list[str]:
+    return [module["type"].rpartition(".")[2] for module in _read_json(folder / MODULES_FILE) or []]
+
+
+def _pooling_modes(settings: dict[str, Any]) -> list[str]:
+    """The poolings that are concatenated into the vector; the mean if the file names none."""
+    modes = settings.get("pooling_mode")
+    if modes is not None:
+        return [modes] if isinstance(modes, str) else list(modes)
+    return [
+        POOLING_FLAGS.get(name, name) for name, on in settings.items() if name.startswith(POOLING_FLAG_PREFIX) and on
+    ] or ["mean"]
+
+
+def write_sentence_files(folder: Path, pooling: str, width: int, max_tokens: int, source: Path | None = None) -> None:
+    """Make the model folder loadable by `SentenceTransformer(folder)`, with vectors of `width` numbers. Normalization
+    and prompts are copied from `source`."""
+    module_types = [("", "Transformer"), (POOLING_FOLDER, "Pooling")]
+    source_settings: dict[str, Any] = {}
+    if source is not None:
+        source_settings = _read_json(source / SETTINGS_FILE)
+        module_types += [(f"2_{NORMALIZE}", NORMALIZE)] if NORMALIZE in _module_types(source) else []
+    modules = [
+        {"idx": place, "name": str(place), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for place, (path, kind) in enumerate(module_types)
+    ]
+    # The older keys, which every version reads.
+    modes = {name: mode == pooling for name, mode in POOLING_FLAGS.items()}
+    files: dict[str, Any] = {
+        f"{POOLING_FOLDER}/config.json": {"word_embedding_dimension": width, **modes},
+        "sentence_bert_config.json": {"max_seq_length": max_tokens, "do_lower_case": False},
+        SETTINGS_FILE: {
+            "prompts": source_settings.get("prompts") or {},
+            "similarity_fn_name": source_settings.get("similarity_fn_name") or "cosine",
+        },
+        MODULES_FILE: modules,
     }
+    (folder / POOLING_FOLDER).mkdir(parents=True)
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
-def restore_standardized(weights: "Mapping[str, torch.Tensor]") -> "dict[str, torch.Tensor]":
-    """Undo the rescaling of a regression head by `save_weights`."""
-    other_weights = {name: weight for name, weight in weights.items() if not name.endswith(STANDARDIZED_SUFFIX)}
-    return other_weights | {
-        name.removesuffix(STANDARDIZED_SUFFIX): weight
-        for name, weight in weights.items()
-        if name.endswith(STANDARDIZED_SUFFIX)
-    }
-
-
-def load_network(
-    auto: Any, folder: Path, *, new_head: bool = False, **settings: Any
-) -> "tuple[transformers.PreTrainedModel, dict[str, Any]]":
-    """Load a folder in fp32 by `auto.from_pretrained`, guarded or not, with its loading report. The caller sets the
-    pooling.
-
-    Args:
-        new_head: Initialize weights of mismatched shape like missing ones, instead of raising an error.
-    """
-    import torch
-    import transformers
-    from safetensors import safe_open
-
-    transformers.utils.logging.disable_progress_bar()
-    network: transformers.PreTrainedModel
-    with CREATION_LOCK:
-        network, report = auto.from_pretrained(
-            folder,
-            local_files_only=True,
-            use_safetensors=True,
-            trust_remote_code=False,
-            dtype=torch.float32,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-            **settings,
-        )
-    for name in report["unexpected_keys"]:
-        if name.endswith(STANDARDIZED_SUFFIX):
-            with safe_open(folder / "model.safetensors", framework="pt") as file, torch.no_grad():
-                network.get_parameter(name.removesuffix(STANDARDIZED_SUFFIX)).copy_(file.get_tensor(name))
-    mismatches = []
-    for name, saved_shape, expected_shape in sorted(report["mismatched_keys"]):
-        if tuple(saved_shape) == (*GUARD_SHAPE, *expected_shape):
-            with safe_open(folder / "model.safetensors", framework="pt") as file, torch.no_grad():
-                network.get_parameter(name).copy_(file.get_tensor(name).reshape(*expected_shape))
-        else:
-            mismatches.append(f"{name} is {list(saved_shape)} in place of {list(expected_shape)}")
-    if mismatches and not new_head:
-        message = f"{folder}: model.safetensors does not fit config.json: {', '.join(mismatches)}; copy it whole"
-        raise UserError(message, code="damaged")
-    local_attention.enable_local_attention(network)
-    return network, report
+def _read_json(path: Path) -> Any:
+    return json_files.load_json(path) if path.is_file() else {}

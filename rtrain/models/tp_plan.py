@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     import torch
     import transformers
 
+MASK_SAMPLERS: Mapping[str | None, Any] = {
+    unpadded.ATTENTION_NAME: dropout.draw_mask,
+    unpadded.TORCH_DROPOUT_NAME: dropout.draw_salted_torch_mask,
+}
+"""Samplers of local dropout masks, by the attention implementation of a network."""
+
 
 @dataclass(frozen=True)
 class TPPlan:
@@ -61,35 +67,20 @@ TP_PLANS: Mapping[str, TPPlan] = {
 """Model type -> plan."""
 
 
-MASK_SAMPLERS: Mapping[str | None, Any] = {
-    unpadded.ATTENTION_NAME: dropout.draw_mask,
-    unpadded.TORCH_DROPOUT_NAME: dropout.draw_salted_torch_mask,
-}
-"""Samplers of local dropout masks, by the attention implementation of a network."""
-
-
 def use_local_dropout(layers: "torch.nn.Module", tp_rank: int) -> None:
     """Make dropout between layers' products act on a worker's own tokens, with local masks."""
-    import torch
-
-    for layer in layers.modules():
-        if type(layer) is torch.nn.Dropout:
-            layer.forward = partial(_drop_local_tokens, layer, tp_rank)  # type: ignore[method-assign]
+    dropout.replace_dropout(layers, _drop_local_tokens, tp_rank=tp_rank)
 
 
 def use_local_inner_dropout(network: Any, layers: "torch.nn.Module", tp_rank: int) -> None:
     """Make dropout between two sharded linear layers use local masks."""
-    import torch
-
     draw = MASK_SAMPLERS.get(getattr(network, unpadded.ENABLED_ATTRIBUTE, None), dropout.draw_salted_torch_mask)
     for layer in layers.children():
         for name in TP_PLANS[network.config.model_type].inner_dropout:
-            module = layer.get_submodule(name)
-            if type(module) is torch.nn.Dropout:
-                module.forward = partial(dropout.apply_dropout, module, salt=tp_rank, draw=draw)  # type: ignore[method-assign]
+            dropout.replace_dropout(layer.get_submodule(name), dropout.apply_dropout, salt=tp_rank, draw=draw)
 
 
-def _drop_local_tokens(layer: "torch.nn.Dropout", tp_rank: int, values: "torch.Tensor") -> "torch.Tensor":
+def _drop_local_tokens(layer: "torch.nn.Dropout", values: "torch.Tensor", tp_rank: int) -> "torch.Tensor":
     from torch.distributed.tensor import DTensor
 
     if not isinstance(values, DTensor):
@@ -134,12 +125,8 @@ def shard_tokens(network: "transformers.PreTrainedModel", cp_size: int, cp_rank:
         attend: An attention function. It is called with the pack's attention function and then like it, and passes it a
             share of the heads.
     """
-    import torch
-
     draw = MASK_SAMPLERS[getattr(network, unpadded.ENABLED_ATTRIBUTE)]
-    for module in network.base_model.modules():
-        if type(module) is torch.nn.Dropout:
-            module.forward = partial(dropout.apply_dropout, module, salt=cp_rank, draw=draw)  # type: ignore[method-assign]
+    dropout.replace_dropout(network.base_model, dropout.apply_dropout, salt=cp_rank, draw=draw)
     _register_attention(network, f"tokens_{cp_rank}_of_{cp_size}", partial(attend, _salted_attention(network, cp_rank)))
     _set_head_count(network, cp_size)
 
@@ -158,7 +145,6 @@ def shard_heads(network: "transformers.PreTrainedModel", tp_size: int, tp_rank: 
 
 
 def _salted_attention(network: Any, rank: int) -> Any:
-    """Packed attention with local dropout masks."""
     return partial(
         attention.packed_attention, draw=partial(MASK_SAMPLERS[getattr(network, unpadded.ENABLED_ATTRIBUTE)], salt=rank)
     )

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.core.ragged import Int32s, Ints, TokenBatch
-from rtrain.models import attention, dropout as masks, local_attention
+from rtrain.models import attention, dropout as masks, long_texts
 from rtrain.models.device import effective_type, to_device
-from rtrain.models.forward import LAYOUT
+from rtrain.models.network_parts import LAYOUT
 from rtrain.models.pack_layout import PackLayout, make_layout
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def make_inputs(network: Any, tokens: TokenBatch, device: "torch.device") -> tup
         tokens,
         getattr(network, HEADS_ATTRIBUTE, config.num_attention_heads),
         device,
-        local_attention.attention_window(config),
+        long_texts.attention_window(config),
     )
     offsets = np.arange(len(tokens.ids)) - np.repeat(
         np.cumsum(tokens.window_lengths) - tokens.window_lengths, tokens.window_lengths
@@ -120,7 +120,7 @@ def make_mask(**kwargs: Any) -> Any:
 
     The mask is boolean: with an additive mask, padding that reads no token would give NaN.
     """
-    return None if kwargs["attention_mask"] is None else local_attention.make_mask(**kwargs)
+    return None if kwargs["attention_mask"] is None else long_texts.make_mask(**kwargs)
 
 
 def _cast_input(attention: Any, inputs: tuple[Any, ...]) -> Any:

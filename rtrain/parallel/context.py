@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
+from rtrain.config import TrainConfig
 from rtrain.core.errors import UserError
 from rtrain.models import tp_plan, unpadded
-from rtrain.models.forward import LAYOUT
-from rtrain.parallel import mesh, transport
-from rtrain.parallel.data_parallel import EventLogger, SingleReplica, ignore_event
-from rtrain.parallel.model_parallel import ModelParallelStrategy
-from rtrain.parallel.timeline import COMM_WAIT
+from rtrain.models.network_parts import LAYOUT
+from rtrain.parallel import collectives, mesh
+from rtrain.parallel.base import EventLogger, Strategy, ignore_event
+from rtrain.parallel.mesh import ModelParallelStrategy
+from rtrain.parallel.profiler import COMM_WAIT
 from rtrain.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
@@ -34,12 +35,12 @@ class ContextParallelStrategy(ModelParallelStrategy):
     def __init__(
         self,
         module: "torch.nn.Module",
+        train: TrainConfig,
         watchdog: Watchdog | None = None,
         log_event: EventLogger = ignore_event,
-        *,
-        context_parallel_size: int,
     ):
-        super().__init__(module, watchdog, log_event, context_parallel_size=context_parallel_size)
+        super().__init__(module, train, watchdog, log_event)
+        context_parallel_size = train.context_parallel_size
         if not unpadded.is_packed(module):
             class_name = type(module).__name__
             reason = (
@@ -55,7 +56,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
         encoder.register_forward_hook(partial(_gather_tokens, group), with_kwargs=True, prepend=True)
 
     def make_optimizer(self, build: Any) -> "torch.optim.Optimizer":
-        return SingleReplica.make_optimizer(self, build)
+        return Strategy.make_optimizer(self, build)
 
     @contextlib.contextmanager
     def micro_batch(self, is_last: bool) -> Iterator[None]:
@@ -66,7 +67,7 @@ class ContextParallelStrategy(ModelParallelStrategy):
             yield
             if is_last:
                 with self.timeline.span(COMM_WAIT):
-                    transport.all_reduce_sum(self.local_gradients(), self._context_group)
+                    collectives.all_reduce_sum(self.local_gradients(), self._context_group)
                 self.scale_gradients(self.num_replicas / self.num_workers)
 
     @property
@@ -126,43 +127,21 @@ def _attend_all_tokens(
     heads, num_local, dim = query.shape[1] // dist.get_world_size(group), query.shape[2], query.shape[3]
     # [3, parts, heads, own, dim]: send each worker its heads; then receive each worker's tokens.
     local_qkv = torch.cat((query, key, value)).view(3, cp_size, heads, num_local, dim).transpose(0, 1)
-    full_qkv = (
-        _all_to_all()
-        .apply(local_qkv, group)
-        .permute(1, 2, 0, 3, 4)
-        .reshape(3, 1, heads, cp_size * num_local, dim)[..., :count, :]
-    )
+    full_qkv = _all_to_all(local_qkv.contiguous(), group).permute(1, 2, 0, 3, 4)
+    full_qkv = full_qkv.reshape(3, 1, heads, cp_size * num_local, dim)[..., :count, :]
     heads_output, _ = attend(module, full_qkv[0], full_qkv[1], full_qkv[2], None, layout=layout, **kwargs)
-    padded = torch.nn.functional.pad(heads_output[0], (0, 0, 0, 0, 0, cp_size * num_local - count)).view(
-        cp_size, num_local, heads, dim
-    )
-    return _all_to_all().apply(padded, group).transpose(0, 1).reshape(1, num_local, cp_size * heads, dim), None
+    padded = torch.nn.functional.pad(heads_output[0], (0, 0, 0, 0, 0, cp_size * num_local - count))
+    outputs = _all_to_all(padded.view(cp_size, num_local, heads, dim), group)
+    return outputs.transpose(0, 1).reshape(1, num_local, cp_size * heads, dim), None
 
 
-@cache
-def _all_to_all() -> Any:
+def _all_to_all(parts: "torch.Tensor", group: "dist.ProcessGroup") -> "torch.Tensor":
+    """All-to-all: parts [workers, ...] for each worker -> the parts from each worker for this one."""
     import torch
-    import torch.distributed as dist
+    from torch.distributed.nn.functional import all_to_all_single
 
-    class AllToAll(torch.autograd.Function):
-        """All-to-all: parts [workers, ...] for each worker -> the parts from each worker for this one."""
-
-        @staticmethod
-        def forward(ctx: Any, *args: Any) -> torch.Tensor:
-            parts, ctx.group = args
-            parts = parts.contiguous()
-            received = torch.empty_like(parts)
-            dist.all_to_all_single(received, parts, group=ctx.group)
-            return received
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
-            parts = gradients[0].contiguous()
-            received = torch.empty_like(parts)
-            dist.all_to_all_single(received, parts, group=ctx.group)
-            return received, None
-
-    return AllToAll
+    received: torch.Tensor = all_to_all_single(torch.empty_like(parts), parts, group=group)
+    return received
 
 
 @cache

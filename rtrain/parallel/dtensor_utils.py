@@ -37,7 +37,6 @@ def move_module(module: "torch.nn.Module", device: "torch.device") -> None:
 
 
 def full_tensor(tensor: "torch.Tensor") -> "torch.Tensor":
-    """The full tensor, on every worker with a shard. Called on all of them."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -87,7 +86,6 @@ def placement_key(tensor: "torch.Tensor") -> Any:
 
 
 def group_by_placement(tensors: "Sequence[TensorT]") -> "list[list[TensorT]]":
-    """Group the tensors by placement."""
     groups: dict[Any, list[TensorT]] = {}
     for tensor in tensors:
         groups.setdefault(placement_key(tensor), []).append(tensor)
@@ -128,14 +126,13 @@ def gather_to_rank_zero(
     this_rank = dist.get_rank()
     for name, (holder, (shape, dtype)) in holders.items():
         watchdog.heartbeat()
-        full = full_tensor(local_tensors[name]) if name in local_tensors else None
-        if this_rank == holder != 0:
-            assert full is not None
-            dist.send(full.detach().cpu().contiguous(), dst=0)
-        elif this_rank == 0 and holder == 0:
-            assert full is not None
-            yield name, full
-        elif this_rank == 0:
+        if name in local_tensors:
+            full = full_tensor(local_tensors[name])
+            if this_rank == holder == 0:
+                yield name, full
+            elif this_rank == holder:
+                dist.send(full.detach().cpu().contiguous(), dst=0)
+        if this_rank == 0 != holder:
             value = torch.empty(shape, dtype=dtype)
             dist.recv(value, src=holder)
             yield name, value

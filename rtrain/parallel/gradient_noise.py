@@ -119,5 +119,4 @@ def estimate_scale(samples: Sequence[NoiseMeasurement]) -> NoiseScale | None:
 
 
 def estimate_from_log(log: Iterable[Mapping[str, Any]]) -> NoiseScale | None:
-    """The noise scale at the end of a run's log."""
     return estimate_scale([measurement for _, measurement in read_measurements(log)][-MAX_MEASUREMENTS:])

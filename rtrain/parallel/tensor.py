@@ -1,77 +1,16 @@
-"""Tensor parallelism: a replica on several workers, which shard its layers."""
+"""Tensor parallelism: the workers of a replica shard its layers (torch's `parallelize_module`, by
+`rtrain.models.tp_plan`)."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rtrain import torch_internals
-from rtrain.models import layerwise_lr, tp_plan
-from rtrain.parallel import collectives, dtensor_utils, mesh
-from rtrain.parallel.data_parallel import EventLogger, ignore_event
-from rtrain.parallel.model_parallel import ModelParallelStrategy
-from rtrain.parallel.sparse_embedding import find_embedding
-from rtrain.parallel.timeline import COMM_WAIT
-from rtrain.parallel.watchdog import Watchdog
+from rtrain.models import network_parts, tp_plan
+from rtrain.parallel import dtensor_utils
+from rtrain.parallel.ddp import find_embedding
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class TensorParallelStrategy(ModelParallelStrategy):
-    """A shard of the layers on each of `tensor_parallel_size` workers, which form a replica.
-
-    All workers of a replica compute the same rows. Unsharded weights, such as normalizations, get the same gradient on
-    all of them, so gradients are synchronized between replicas only.
-    """
-
-    def __init__(
-        self,
-        module: "torch.nn.Module",
-        watchdog: Watchdog | None = None,
-        log_event: EventLogger = ignore_event,
-        *,
-        tensor_parallel_size: int = 1,
-        sequence_parallel: bool = False,
-        **options: Any,
-    ):
-        """`sequence_parallel`: shard the tokens between layers' products; `options`: options of
-        `ModelParallelStrategy`."""
-        super().__init__(module, watchdog, log_event, tensor_parallel_size=tensor_parallel_size, **options)
-        self._is_split = tensor_parallel_size > 1
-        self.drop_absent_layers(module)
-        if self._is_split:
-            parallelize_layers(module, self._mesh[mesh.TENSOR], sequence_parallel)
-
-    def drop_absent_layers(self, module: Any) -> None:
-        """Drop the parts of the network that other workers of the replica have, before the rest is sharded."""
-
-    @contextlib.contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        with self.record_waits(), super().micro_batch(is_last):
-            yield
-
-    def record_waits(self) -> "contextlib.AbstractContextManager[None]":
-        """Record waits for the collectives of this worker's replica in the timeline, inside the block."""
-        if not self._is_split:
-            return contextlib.nullcontext()
-        return torch_internals.wrap_collective_waits(lambda: self.timeline.span(COMM_WAIT))
-
-    def gather_full_tensors(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
-        for name, tensor in tensors.items():
-            self.watchdog.heartbeat()
-            full = dtensor_utils.full_tensor(tensor)
-            if collectives.is_rank_zero():
-                yield name, full
-
-    def max_over_replicas(self, num_micro_batches: int) -> int:
-        """The largest number of micro-batches of a replica."""
-        import torch
-        import torch.distributed as dist
-
-        maximum = torch.tensor([num_micro_batches], dtype=torch.int64)
-        dist.all_reduce(maximum, op=dist.ReduceOp.MAX, group=self._group)
-        return int(maximum.item())
 
 
 def parallelize_layers(module: Any, group: "DeviceMesh", sequence_parallel: bool) -> None:
@@ -91,7 +30,7 @@ def parallelize_layers(module: Any, group: "DeviceMesh", sequence_parallel: bool
     layer_plan, embedding, encoder_layers = (
         tp_plan.TP_PLANS[module.config.model_type],
         find_embedding(module),
-        layerwise_lr.find_layers(module.base_model),
+        network_parts.find_layers(module.base_model),
     )
     assert encoder_layers is not None  # `tp_plan` has checked the architectures
     layers = torch.nn.ModuleList(

@@ -7,8 +7,9 @@ so the weights equal those of an unsharded optimizer, bit for bit.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.parallel import dtensor_utils
+from rtrain.parallel import collectives, dtensor_utils
 from rtrain.parallel.ddp import DDPStrategy
+from rtrain.parallel.profiler import COMM_WAIT
 
 if TYPE_CHECKING:
     import torch
@@ -25,18 +26,15 @@ class ShardedOptimizerStrategy(DDPStrategy):
         if not self.is_distributed:
             return super().make_optimizer(build)
         optimizer: Any = build(shard_optimizer_class)
-        optimizer.shards = ParameterShards(
-            [parameter for group in optimizer.param_groups for parameter in group["params"]], self
-        )
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        optimizer.shards = ParameterShards(parameters, self)
         self._log_event("optimizer_sharding", state_bytes=optimizer.shards.state_bytes())
         return optimizer  # type: ignore[no-any-return]
 
     def gather_full_tensors(self, tensors: "Mapping[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
-        return (
-            dtensor_utils.gather_to_rank_zero(tensors, self.watchdog)
-            if self.is_distributed
-            else super().gather_full_tensors(tensors)
-        )
+        if not self.is_distributed:
+            return super().gather_full_tensors(tensors)
+        return dtensor_utils.gather_to_rank_zero(tensors, self.watchdog)
 
 
 def assign_owners(sizes: Sequence[int], num_workers: int) -> list[int]:
@@ -49,8 +47,6 @@ def assign_owners(sizes: Sequence[int], num_workers: int) -> list[int]:
 
 
 class ParameterShards:
-    """The owner of each parameter."""
-
     def __init__(self, parameters: "Sequence[torch.nn.Parameter]", strategy: DDPStrategy):
         self._strategy = strategy
         owners = assign_owners([parameter.numel() for parameter in parameters], strategy.num_replicas)
@@ -71,7 +67,8 @@ class ParameterShards:
         tensors_by_rank: list[list[torch.Tensor]] = [[] for _ in range(self._strategy.num_replicas)]
         for parameter, owner in self._owner_by_parameter.items():
             tensors_by_rank[owner].append(parameter.detach())
-        self._strategy.broadcast_from_owners(tensors_by_rank)
+        with self._strategy.timeline.span(COMM_WAIT):
+            collectives.broadcast_from_owners(tensors_by_rank)
 
     def drop_remote_state(self, state: dict[Any, Any]) -> None:
         """Drop the optimizer's state of parameters that other workers own."""

@@ -5,14 +5,13 @@ refused at once, with the nearest layout that would.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from rtrain.cluster import capacity, placement, preflight
+from rtrain.cluster import capacity, cluster_file, placement, preflight
 from rtrain.cluster.capacity import Capacity, NodeSpec, ResourceRequest
-from rtrain.cluster.checks import clouds
-from rtrain.cluster.checks.yaml_document import Document, require_mapping, require_number
-from rtrain.cluster.instance_types import INSTANCES_BY_NAME, InstanceType
+from rtrain.cluster.cluster_file import InstanceType, require_mapping
+from rtrain.cluster.pricing import WORKER_KEY, Price
 from rtrain.config import Config
 from rtrain.core.errors import ConfigError, Problem
 from rtrain.models import device
@@ -45,9 +44,8 @@ class NodeType:
     @property
     def gpu_type(self) -> str:
         """The GPU model: from the resources, else from the instance table, else the display name."""
-        stated_type = max(
-            capacity.list_gpu_types(self.resources), key=len, default=None
-        )  # A100-80G is more specific than A100
+        # A100-80G is more specific than A100.
+        stated_type = max(capacity.list_gpu_types(self.resources), key=len, default=None)
         return stated_type or (self.instance and self.instance.gpu) or self.display_name
 
 
@@ -70,47 +68,38 @@ class PlannedCluster:
 
 
 def parse_cluster(document: Mapping[str, Any]) -> PlannedCluster:
-    """Read the node types of a cluster file. A type without processors and GPUs gets those of its instance type, as the
-    clouds' node providers fill them in. Raises `ConfigError` if the file is not a Ray cluster file."""
+    """Read the node types of a cluster file, with resources as the autoscaler counts them (`NodeType.resources` of
+    `cluster_file`). Raises `ConfigError` if the file is not a Ray cluster file."""
     specs = document.get("available_node_types")
     if not isinstance(specs, dict) or not all(isinstance(node_spec, dict) for node_spec in specs.values()):
         reason, fix = "names no available_node_types", "write one with rtrain cluster init --cloud aws"
         raise ConfigError([Problem("--cluster", None, reason, fix, code="invalid_cluster_file")])
     provider = require_mapping(document.get("provider"), "provider").get("type")
     if provider is not None and not isinstance(provider, str):
-        fix = f"write one of {', '.join(clouds.CLOUDS)}, or local"
+        fix = f"write one of {', '.join(cluster_file.CLOUDS)}, or local"
         raise ConfigError(
             [Problem("provider.type of the cluster's file", provider, "is not a string", fix, code="wrong_type")]
         )
-    cloud_configs = {node.name: node for node in clouds.iter_node_types(Document("", document, {}))}
-    parsed: list[tuple[bool, NodeType]] = []
-    head_type = document.get("head_node_type")
-    max_nodes = int(require_number(document.get("max_workers", capacity.DEFAULT_MAX_WORKERS), "max_workers"))
-    unlimited = max(max_nodes, capacity.UNLIMITED_NODES)
-    for name, spec in specs.items():
-        cloud_config = cloud_configs.get(name)
-        instance_name = cloud_config.instance_type if cloud_config else None
-        instance = INSTANCES_BY_NAME.get(instance_name or "")
-        instance_resources = {"CPU": instance.cpus, "GPU": instance.gpus} if instance else {}
-        resources = {key: value for key, value in instance_resources.items() if value} | require_mapping(
-            spec.get("resources"), f"{name}.resources"
+    file = cluster_file.ClusterFile.from_mapping(document)
+    unlimited = max(file.max_workers, capacity.UNLIMITED_NODES)
+    head_types, node_types = (
+        tuple(
+            NodeType(
+                node.name,
+                node.resources,
+                node.labels,
+                1 if is_head else node.max_workers(unlimited),
+                node.instance,
+                node.is_spot,
+                node.instance_type,
+                node.min_workers,
+            )
+            for node in file.node_types
+            if node.is_head == is_head
         )
-        max_count = (
-            1 if name == head_type else int(require_number(spec.get("max_workers", unlimited), f"{name}.max_workers"))
-        )
-        min_count = 0 if name == head_type else int(require_number(spec.get("min_workers", 0), f"{name}.min_workers"))
-        amounts = {key: require_number(value, f"{name}.resources.{key}") for key, value in resources.items()}
-        labels, is_spot = (
-            require_mapping(spec.get("labels"), f"{name}.labels"),
-            bool(cloud_config and cloud_config.is_spot),
-        )
-        parsed.append(
-            (name == head_type, NodeType(name, amounts, labels, max_count, instance, is_spot, instance_name, min_count))
-        )
-    head_types = tuple(node_type for is_head, node_type in parsed if is_head)
-    return PlannedCluster(
-        head_types, tuple(node_type for is_head, node_type in parsed if not is_head), max_nodes, document
+        for is_head in (True, False)
     )
+    return PlannedCluster(head_types, node_types, file.max_workers, document)
 
 
 @dataclass(frozen=True)
@@ -167,21 +156,12 @@ def plan_placement(config: Config, cluster: PlannedCluster, *, is_search: bool =
         max_trials = max(1, placement.max_concurrent_runs([], limits, request, train.workers))
         requested_trials = config.deploy.tune.max_concurrent_trials
         if requested_trials is not None and requested_trials > max_trials:
-            data_cpus = request.capacity_for(train.workers).data_cpus
+            runs = f"{max_trials} runs of {train.workers} workers"
             reason = (
-                f"the cluster has capacity for {max_trials} runs of {train.workers} workers and {data_cpus} data CPUs"
+                f"the cluster has capacity for {runs} and {request.capacity_for(train.workers).data_cpus} data CPUs"
             )
-            raise ConfigError(
-                [
-                    Problem(
-                        "tune.max_concurrent_trials",
-                        requested_trials,
-                        reason,
-                        f"write {max_trials}, or fewer train.workers",
-                        code="insufficient_capacity",
-                    )
-                ]
-            )
+            fix, code = f"write {max_trials}, or fewer train.workers", "insufficient_capacity"
+            raise ConfigError([Problem("tune.max_concurrent_trials", requested_trials, reason, fix, code=code)])
         concurrent_trials = requested_trials or max_trials
     available_workers = placement.max_workers([], limits, request, device_choice.workers)
     return PlacementPlan(
@@ -215,26 +195,115 @@ def cheapest_nodes(
 
     def offered_capacity(node_type: NodeType) -> Capacity:
         offered = request.capacity_of([node_type.node_spec])
-        return (
-            offered
-            if slots_in_memory is None
-            else offered._replace(worker_slots=min(offered.worker_slots, slots_in_memory(node_type)))
-        )
+        if slots_in_memory is None:
+            return offered
+        return offered._replace(worker_slots=min(offered.worker_slots, slots_in_memory(node_type)))
 
     head_capacity = Capacity(*map(sum, zip(Capacity(0, 0, 0), *map(offered_capacity, cluster.head_types), strict=True)))
-    capacities, max_counts = (
-        [offered_capacity(node_type) for node_type in cluster.node_types],
-        [node_type.max_nodes for node_type in cluster.node_types],
-    )
+    capacities = [offered_capacity(node_type) for node_type in cluster.node_types]
+    max_counts = [node_type.max_nodes for node_type in cluster.node_types]
     missing, prices = required.minus(head_capacity), [price_of(node_type) for node_type in cluster.node_types]
     priced_counts = [number if cost is not None else 0 for number, cost in zip(max_counts, prices, strict=True)]
-    counts = placement.cheapest_node_counts(
-        capacities, priced_counts, cluster.max_nodes, missing, [cost or 0.0 for cost in prices]
-    )
+    known_prices, equal_prices = [cost or 0.0 for cost in prices], [1.0] * len(prices)
+    limit, choose_counts = cluster.max_nodes, placement.cheapest_node_counts
+    counts = choose_counts(capacities, priced_counts, limit, missing, known_prices)
     if counts is None and None in prices:
-        counts = placement.cheapest_node_counts(
-            capacities, max_counts, cluster.max_nodes, missing, [1.0] * len(capacities)
-        )
+        counts = choose_counts(capacities, max_counts, limit, missing, equal_prices)
     if counts is None:
         return None
     return {node_type.name: count for node_type, count in zip(cluster.node_types, counts, strict=True) if count}
+
+
+@dataclass(frozen=True)
+class RunCost:
+    """Cost of a run on given nodes."""
+
+    hours: float
+    dollars: float
+    """On demand."""
+    spot_dollars: float | None = None
+    """Cost with spot workers and an on-demand head. None, like the next two fields, if interruptions outpace the
+    training, or if `is_per_worker`."""
+    interruptions: float | None = None
+    """Expected number of interruptions on spot nodes."""
+    repeated_hours: float | None = None
+    """Hours that interruptions add: repeated steps and restarts."""
+    is_per_worker: bool = False
+    """Whether the cost is based on the price of a worker hour instead of node prices."""
+
+
+def estimate_cost(
+    hours: float,
+    nodes: Mapping[str, tuple[int, Price]],
+    head_price: Price | None,
+    *,
+    repeated_s: float,
+    restart_s: float,
+) -> RunCost:
+    """Estimate the cost on demand and on spot nodes. `nodes` maps a type to the number of worker nodes and their price.
+    An interruption repeats `repeated_s` of training and takes `restart_s`; all nodes are billed meanwhile."""
+    interruption_rate = sum(number * price.interruptions for number, price in nodes.values())
+    repeated_share = interruption_rate * (repeated_s + restart_s) / 3600
+    head_rate = head_price.on_demand if head_price else 0.0
+    hourly_rate = head_rate + sum(number * price.on_demand for number, price in nodes.values())
+    if repeated_share >= 1:
+        return RunCost(hours, hours * hourly_rate)
+    # Repeated hours are interrupted too: a geometric series.
+    added_hours = hours * repeated_share / (1 - repeated_share)
+    total_hours = hours + added_hours
+    spot_dollars = total_hours * (head_rate + sum(number * price.spot for number, price in nodes.values()))
+    return RunCost(hours, hours * hourly_rate, spot_dollars, interruption_rate * total_hours, added_hours)
+
+
+def worker_price(config: Config, table: Mapping[str, Price]) -> float | None:
+    """Price of a worker hour: `tune.worker_cost_per_hour`, else the price table; None if neither has one. Reports and
+    search budgets use the same price."""
+    return config.deploy.tune.worker_cost_per_hour or (table[WORKER_KEY].on_demand if WORKER_KEY in table else None)
+
+
+def cost_per_worker_hour(hours: float, workers: int, price: float) -> RunCost:
+    """Cost of `workers` workers at `price` per worker hour."""
+    return RunCost(hours, hours * workers * price, is_per_worker=True)
+
+
+def billed_nodes(cluster: PlannedCluster, nodes: NodeCounts) -> dict[str, int]:
+    """Worker nodes that are billed: the nodes of the run and the nodes that `min_workers` keeps up."""
+    counts = {kind.name: max(nodes.get(kind.name, 0), kind.min_nodes) for kind in cluster.node_types}
+    return {name: number for name, number in counts.items() if number}
+
+
+def idle_node_notes(cluster: PlannedCluster, nodes: NodeCounts) -> list[str]:
+    """Notes about nodes that are billed although the run does not need them."""
+    extra_nodes = {name: number - nodes.get(name, 0) for name, number in billed_nodes(cluster, nodes).items()}
+    return [
+        f"{number} more nodes of type {name} are kept up by min_workers and billed"
+        for name, number in extra_nodes.items()
+        if number
+    ]
+
+
+def node_cost(
+    cluster: PlannedCluster,
+    nodes: NodeCounts,
+    table: Mapping[str, Price],
+    hours: float,
+    *,
+    repeated_s: float,
+    restart_s: float,
+) -> RunCost | None:
+    """Cost of a run on `nodes` by the prices of their types; the other parameters as in `estimate_cost`. None if the
+    price of a node or of the head is unknown."""
+    priced_nodes = dict[str, tuple[int, Price]]()
+    instance_names = {node_type.name: node_type.instance_name for node_type in cluster.node_types}
+    for name, number in billed_nodes(cluster, nodes).items():
+        price = table.get(instance_names[name] or "")
+        if price is None:
+            return None
+        # Losing a node that the run does not use repeats nothing.
+        run_share = nodes.get(name, 0) / number
+        priced_nodes[name] = number, replace(price, interruptions=price.interruptions * run_share)
+    head_prices = [table.get(node_type.instance_name or "") for node_type in cluster.head_types]
+    if None in head_prices:
+        return None
+    head_price = head_prices[0] if head_prices else None
+    return estimate_cost(hours, priced_nodes, head_price, repeated_s=repeated_s, restart_s=restart_s)

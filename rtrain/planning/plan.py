@@ -16,10 +16,11 @@ from rtrain.config import Config, TrainConfig
 from rtrain.core.errors import ConfigError, Problem
 from rtrain.parallel import layout as parallel_layout
 from rtrain.parallel.layout import ParallelLayout
-from rtrain.planning import cost_estimate, memory_fit, placement, throughput as throughput_model
-from rtrain.planning.memory_needs import WorkerMemory
+from rtrain.planning import memory_estimate, placement, throughput as throughput_model
+from rtrain.planning.memory_estimate import WorkerMemory
 from rtrain.planning.placement import NodeType, PlacementPlan, PlannedCluster
 from rtrain.planning.run_facts import EncoderShape, RowStats
+from rtrain.planning.throughput import GPU_SPECS
 
 NODE_START_S: Final = 300.0
 """Seconds until a requested node has joined the cluster, without a prebuilt image."""
@@ -37,11 +38,9 @@ SAME_WEIGHTS_NOTE: Final = "the weights are the same"
 def candidate_layouts(config: Config, folder: Path, workers: int) -> Iterator[ParallelLayout]:
     """The recipe's layout and the layouts after it; all valid layouts if `train.strategy` is `auto`."""
     train, possible = config.recipe.train, parallel_layout.iter_valid_layouts(config.recipe, folder, workers)
-    return (
-        possible
-        if train.strategy == "auto"
-        else parallel_layout.start_from(parallel_layout.layout_from_config(train, workers), possible)
-    )
+    if train.strategy == "auto":
+        return possible
+    return parallel_layout.start_from(parallel_layout.layout_from_config(train, workers), possible)
 
 
 def slots_in_memory(worker_memory: WorkerMemory, request: capacity.ResourceRequest) -> placement.SlotFunction:
@@ -50,15 +49,11 @@ def slots_in_memory(worker_memory: WorkerMemory, request: capacity.ResourceReque
 
     def count_slots(node_type: NodeType) -> int:
         if request.device == "gpu":
-            gpu_spec = throughput_model.GPU_SPECS.get(node_type.gpu_type)
-            usable_bytes = (
-                None if gpu_spec is None else request.gpu_share * memory_fit.USABLE_GPU_SHARE * gpu_spec.memory_gb * 1e9
-            )
-            return (
-                request.worker_slots(node_type.resources)
-                if usable_bytes is None or worker_memory.total - worker_memory.process <= usable_bytes
-                else 0
-            )
+            slots, gpu_spec = request.worker_slots(node_type.resources), GPU_SPECS.get(node_type.gpu_type)
+            if gpu_spec is None:
+                return slots
+            usable_bytes = request.gpu_share * memory_estimate.USABLE_GPU_SHARE * gpu_spec.memory_gb * 1e9
+            return slots if worker_memory.tensor_bytes <= usable_bytes else 0
         if node_type.instance is None:
             return 1 << 30
         free_bytes = USABLE_MEMORY_SHARE * node_type.instance.memory_gb * 1e9 - worker_memory.checkpoint
@@ -70,15 +65,13 @@ def slots_in_memory(worker_memory: WorkerMemory, request: capacity.ResourceReque
 def unknown_memory_notes(node_types: Iterable[NodeType], request: capacity.ResourceRequest) -> list[str]:
     """Notes about node types with worker slots whose memory is unknown."""
     notes = []
-    for node_type in (
-        candidate_type for candidate_type in node_types if request.capacity_of([candidate_type.node_spec]).worker_slots
-    ):
-        if request.device == "gpu" and node_type.gpu_type not in throughput_model.GPU_SPECS:
-            hint = (
-                f"write {capacity.ACCELERATOR_PREFIX}KIND: 1 among its resources, where KIND is "
-                f"{', '.join(throughput_model.GPU_SPECS)}"
-            )
-            notes.append(f"the GPU memory of {node_type.display_name} is unknown and was not checked: {hint}")
+    for node_type in node_types:
+        if not request.capacity_of([node_type.node_spec]).worker_slots:
+            continue
+        if request.device == "gpu" and node_type.gpu_type not in GPU_SPECS:
+            hint = f"write {capacity.ACCELERATOR_PREFIX}KIND: 1 among its resources, where KIND is"
+            reason = f"the GPU memory of {node_type.display_name} is unknown and was not checked"
+            notes.append(f"{reason}: {hint} {', '.join(GPU_SPECS)}")
         elif request.device == "cpu" and node_type.instance is None:
             notes.append(f"the memory of {node_type.display_name} is unknown and was not checked")
     return notes
@@ -116,27 +109,15 @@ def choose_layout(
             return PlacedLayout(layout, _choice_reason(config, rejected), worker_memory, nodes)
         rejected.append(f"{layout} needs {worker_memory.total / 1e6:,.0f} MB per worker")
     if placement_plan.device == "gpu":
-        largest = max(
-            (
-                throughput_model.GPU_SPECS[node_type.gpu_type].memory_gb
-                for node_type in cluster.node_types
-                if node_type.gpu_type in throughput_model.GPU_SPECS
-            ),
-            default=0,
-        )
-        required_bytes, remedy = worker_memory.total - worker_memory.process, f"GPUs of more than {largest:g} GB"
+        specs = (GPU_SPECS[kind.gpu_type] for kind in cluster.node_types if kind.gpu_type in GPU_SPECS)
+        largest = max((spec.memory_gb for spec in specs), default=0)
+        required_bytes, remedy = worker_memory.tensor_bytes, f"GPUs of more than {largest:g} GB"
     else:
-        instances = (
-            node_type.instance
-            for node_type in cluster.node_types
-            if node_type.instance and node_type.resources.get("CPU", 0)
-        )
+        instances = (kind.instance for kind in cluster.node_types if kind.instance and kind.resources.get("CPU", 0))
         largest = max((instance.memory_gb for instance in instances), default=0)
         required_bytes, remedy = worker_memory.total, f"nodes of more than {largest:g} GB, fewer workers"
-    reason = (
-        f"a worker needs {required_bytes / 1e9:.1f} GB even with {layout}, and "
-        f"{placement_plan.required.worker_slots} do not fit"
-    )
+    num_workers = placement_plan.required.worker_slots
+    reason = f"a worker needs {required_bytes / 1e9:.1f} GB even with {layout}, and {num_workers} do not fit"
     fix = f"name {remedy}, or --set train.max_tokens_per_micro_batch=512"
     raise ConfigError([Problem("train.workers", config.recipe.train.workers, reason, fix, code="out_of_memory")])
 
@@ -186,15 +167,15 @@ def estimate_duration(
     model_work = throughput_model.estimate_work(recipe, shape, row_stats)
     compute_time = throughput.compute_time(model_work)
     # Evaluation has no backward and recomputes nothing; nor does training with a frozen encoder.
-    forward_share = 1.0 if throughput_model.is_encoder_frozen(recipe) else throughput_model.FORWARD_SHARE
+    is_frozen = throughput_model.is_encoder_frozen(recipe)
+    forward_share = 1.0 if is_frozen else throughput_model.FORWARD_SHARE
     seconds_per_row = forward_share * compute_time.micro_batch_s / train.micro_batch_size
     micro_batch_s = compute_time.micro_batch_s
-    if train.gradient_checkpointing and not throughput_model.is_encoder_frozen(recipe):
+    if train.gradient_checkpointing and not is_frozen:
         micro_batch_s *= throughput_model.RECOMPUTE_FACTOR
     # The workers of a replica share each of its micro-batches.
-    compute_s = compute_time.overhead_s / throughput_model.optimizer_shares(
-        train, workers
-    ) + micro_batch_s * throughput_model.micro_batches_per_step(recipe, workers)
+    overhead_s = compute_time.overhead_s / throughput_model.optimizer_shares(train, workers)
+    compute_s = overhead_s + micro_batch_s * throughput_model.micro_batches_per_step(recipe, workers)
     all_reduce_s = (throughput.all_reduce_s_per_byte or 0.0) * model_work.gradient_bytes if workers > 1 else 0.0
     steps_per_epoch = math.ceil(row_stats.train / recipe.global_batch_size)
     steps = train.epochs * steps_per_epoch
@@ -204,13 +185,8 @@ def estimate_duration(
     scored_rows = row_stats.valid * evaluations + row_stats.test
     start_s = RUN_START_S + (NODE_START_S if choice.nodes else 0.0)
     # Pipeline stages evaluate sequentially.
-    return Duration(
-        steps,
-        compute_s,
-        all_reduce_s,
-        scored_rows * seconds_per_row / (workers // train.pipeline_parallel_size),
-        start_s,
-    )
+    evaluate_s = scored_rows * seconds_per_row / (workers // train.pipeline_parallel_size)
+    return Duration(steps, compute_s, all_reduce_s, evaluate_s, start_s)
 
 
 def search_hours(config: Config, duration: Duration, trials: int, price: float | None = None) -> float:
@@ -250,19 +226,18 @@ def plan_cost(
     price_table: Mapping[str, Price],
     hours: float,
     repeated_s: float,
-) -> cost_estimate.RunCost | None:
+) -> placement.RunCost | None:
     """Cost of the run; None if the price of a node is unknown."""
-    return cost_estimate.node_cost(
+    return placement.node_cost(
         cluster, nodes, price_table, hours, repeated_s=repeated_s, restart_s=NODE_START_S + RUN_START_S
     )
 
 
 def unmodelled_costs(train: TrainConfig) -> list[str]:
     """Notes about settings whose costs are not estimated."""
-    notes = []
-    for name in ("zero_stage", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size"):
-        if getattr(train, name) > 1:
-            notes.append(f"train.{name}: communication within a micro-batch is not estimated")
+    names = ("zero_stage", "tensor_parallel_size", "pipeline_parallel_size", "context_parallel_size")
+    reason = "communication within a micro-batch is not estimated"
+    notes = [f"train.{name}: {reason}" for name in names if getattr(train, name) > 1]
     if train.context_parallel_size > 1:
         notes.append("train.context_parallel_size: memory is estimated as if each worker had all tokens")
     if train.pipeline_parallel_size > 1:
@@ -275,11 +250,10 @@ def plan_document(
     choice: PlacedLayout,
     duration: Duration,
     hours: float,
-    cost: cost_estimate.RunCost | None,
-    throughput: throughput_model.Throughput,
-    notes: Sequence[str],
+    cost: placement.RunCost | None,
+    throughput_source: str,
 ) -> dict[str, Any]:
-    """Build the JSON document of the plan."""
+    """Build the JSON document of the plan, but for its `notes`."""
     memory_mb = {name: round(value / 1e6, 1) for name, value in asdict(choice.worker_memory).items() if value}
     return {
         "fits": True,
@@ -299,8 +273,7 @@ def plan_document(
         "hours": hours,
         "seconds": {"train": duration.train_s, "evaluate": duration.evaluate_s, "start": duration.start_s},
         "cost": None if cost is None else asdict(cost),
-        "throughput": throughput.source,
-        "notes": list(notes),
+        "throughput": throughput_source,
     }
 
 
@@ -313,34 +286,31 @@ def format_plan(plan: Mapping[str, Any]) -> list[str]:
         f", {name} {plan[name]}" for name in ("tensor_parallel_size", "pipeline_parallel_size") if plan[name] > 1
     )
     trials = f", {plan['trials']} trials at a time" if plan["trials"] > 1 else ""
+    recomputed = " with recomputed layers" if plan["recomputed_layers"] else ""
     lines = [
         f"fits       {plan['workers']} workers ({plan['device']}), {plan['data_cpus']} CPUs for data{trials}; {nodes}",
-        "strategy   "
-        f"{plan['strategy']}{parallel_sizes}{' with recomputed layers' if plan['recomputed_layers'] else ''}: "
-        f"{plan['reason']}",
+        f"strategy   {plan['strategy']}{parallel_sizes}{recomputed}: {plan['reason']}",
         f"memory     {memory['total']:,.0f} MB per worker ({parts})",
         f"step       {step['total']:.3g} s: {step['compute']:.3g} compute, {step['all_reduce']:.3g} all-reduce",
         f"hours      {plan['hours']:.2f}, {plan['steps']:,} steps; {plan['throughput']}",
     ]
+    return [*lines, f"cost       {_format_cost(cost)}", *(f"note       {note}" for note in plan["notes"])]
+
+
+def _format_cost(cost: Mapping[str, Any] | None) -> str:
     if cost is None:
-        unknown = "unknown: a node has no price; write it, or the price of a worker hour, into a file (--prices)"
-        lines.append(f"cost       {unknown}")
-    elif cost["is_per_worker"]:
-        lines.append(f"cost       {cost['dollars']:.2f} $ by the price of a worker hour")
-    else:
-        lines.append(f"cost       {cost['dollars']:.2f} $ on demand; {_format_spot_cost(cost)}")
-    return [*lines, *(f"note       {note}" for note in plan["notes"])]
-
-
-def _format_spot_cost(cost: Mapping[str, Any]) -> str:
+        return "unknown: a node has no price; write it, or the price of a worker hour, into a file (--prices)"
+    dollars = f"{cost['dollars']:.2f} $"
+    if cost["is_per_worker"]:
+        return f"{dollars} by the price of a worker hour"
     if cost["spot_dollars"] is None:
         return (
-            "spot nodes are interrupted faster than the run progresses: set a smaller train.save_every, start a spot "
-            "watcher, or use fewer nodes"
+            f"{dollars} on demand; spot nodes are interrupted faster than the run progresses: set a smaller "
+            "train.save_every, start a spot watcher, or use fewer nodes"
         )
     return (
-        f"{cost['spot_dollars']:.2f} $ on spot nodes with {cost['interruptions']:.2g} expected interruptions, which "
-        f"add {cost['repeated_hours'] * 60:.1f} minutes"
+        f"{dollars} on demand; {cost['spot_dollars']:.2f} $ on spot nodes with {cost['interruptions']:.2g} expected "
+        f"interruptions, which add {cost['repeated_hours'] * 60:.1f} minutes"
     )
 
 

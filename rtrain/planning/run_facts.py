@@ -17,10 +17,10 @@ from rtrain.config import ModelConfig, Recipe
 from rtrain.core import json_files
 from rtrain.core.errors import ConfigError, Problem
 from rtrain.core.ragged import Ints
-from rtrain.data import checks, packing, row_reader
+from rtrain.data import checks, row_reader
 from rtrain.data.splits import Splits
 from rtrain.data.store import shards
-from rtrain.models import local_attention
+from rtrain.models import long_texts
 from rtrain.models.pack_layout import MAX_CHUNK_TOKENS
 from rtrain.tasks import base
 from rtrain.tasks.encode import resolve_window_spec
@@ -66,17 +66,8 @@ def assumed_tokens_per_row(recipe: Recipe, tokens: int | None) -> int:
         return min(tokens or DEFAULT_TOKENS_PER_ROW, max_tokens)
     if tokens is not None:
         reason = f"rows of {recipe.task} are blocks of {max_tokens} tokens, whatever the texts"
-        raise ConfigError(
-            [
-                Problem(
-                    "--tokens",
-                    tokens,
-                    reason,
-                    f"write --set data.max_tokens={tokens}, or leave it out",
-                    code="conflicting_settings",
-                )
-            ]
-        )
+        fix = f"write --set data.max_tokens={tokens}, or leave it out"
+        raise ConfigError([Problem("--tokens", tokens, reason, fix, code="conflicting_settings")])
     return max_tokens
 
 
@@ -92,7 +83,7 @@ def measure_rows(recipe: Recipe, model: Path) -> RowStats:
     for source_file in source.files:
         row_iterator: Iterator[Any] = row_reader.read_rows(source_file, recipe.data)
         if task.packs_text:
-            row_iterator = packing.pack_documents(
+            row_iterator = shards.pack_documents(
                 row_iterator, tokenizer, recipe.data.window_tokens, partial(splits.assign_split, role=source_file.role)
             )
         for row_index, record in enumerate(islice(row_iterator, MAX_COUNTED_ROWS + 1)):
@@ -110,29 +101,17 @@ def measure_rows(recipe: Recipe, model: Path) -> RowStats:
             if split == "train":
                 labels[record.label] += 1
                 # Reservoir sampling: each row has the same probability.
-                index = (
-                    len(sampled_rows) if len(sampled_rows) < SAMPLE_ROWS else int(generator.integers(counts["train"]))
-                )
+                is_full = len(sampled_rows) == SAMPLE_ROWS
+                index = int(generator.integers(counts["train"])) if is_full else len(sampled_rows)
                 if index < SAMPLE_ROWS:
                     sampled_rows[index : index + 1] = [record]
     row_reader.check_bad_row_share(len(bad_rows), total, bad_rows, recipe.data)
     checks.check_splits_not_empty(recipe, counts)
     windows, windows_per_row = _windows(recipe, task, tokenizer, sampled_rows)
     num_outputs = max(1, len(task.build_head(labels, tokenizer).labels))
-    return RowStats(
-        counts["train"] * (1 + _augmented_copies(recipe)),
-        counts["valid"],
-        counts["test"],
-        windows,
-        windows_per_row,
-        num_outputs,
-    )
-
-
-def _augmented_copies(recipe: Recipe) -> int:
-    """Maximum number of augmented copies of a training row: a text with few replaceable words gets fewer."""
-    augment = recipe.augment
-    return augment.copies + (augment.variants if augment.paraphrase else 0)
+    augment = recipe.augment  # the maximum: a text with few replaceable words gets fewer copies
+    train_rows = counts["train"] * (1 + augment.copies + (augment.variants if augment.paraphrase else 0))
+    return RowStats(train_rows, counts["valid"], counts["test"], windows, windows_per_row, num_outputs)
 
 
 def _windows(
@@ -173,10 +152,8 @@ class EncoderShape:
     @property
     def layer_bytes(self) -> int:
         """Bytes of a layer's matrices in fp32."""
-        return 4 * (
-            4 * self.hidden_size * self.hidden_size
-            + (3 if self.is_gated else 2) * self.hidden_size * self.intermediate_size
-        )
+        num_matrices = 3 if self.is_gated else 2
+        return 4 * self.hidden_size * (4 * self.hidden_size + num_matrices * self.intermediate_size)
 
     @property
     def weight_bytes(self) -> int:
@@ -192,15 +169,13 @@ class EncoderShape:
         """FLOPs of forward and backward over windows of the given lengths: two per matrix weight and token, four per
         hidden unit and attended pair of tokens; times three for backward. `predicts_tokens`: adds the head of a masked
         language model, which predicts 15 % of the tokens."""
-        matrix_weights = self.num_layers * self.layer_bytes / 4 + (
-            0.15 * self.hidden_size * self.vocab_size if predicts_tokens else 0.0
-        )
+        head_weights = 0.15 * self.hidden_size * self.vocab_size if predicts_tokens else 0.0
+        matrix_weights = self.num_layers * self.layer_bytes / 4 + head_weights
         tokens = window_tokens.astype(np.float64)
         # With local attention, a chunk of a window reads the tokens within reach of any of its tokens.
         local_tokens = np.minimum(tokens, 2 * self.attention_reach + max(MAX_CHUNK_TOKENS, self.attention_reach))
-        attended_tokens = (
-            self.num_layers - self.num_local_layers
-        ) * tokens @ tokens + self.num_local_layers * tokens @ local_tokens
+        num_global_layers = self.num_layers - self.num_local_layers
+        attended_tokens = num_global_layers * tokens @ tokens + self.num_local_layers * tokens @ local_tokens
         return float(3.0 * (2 * matrix_weights * tokens.sum() + 4 * self.hidden_size * attended_tokens))
 
 
@@ -210,8 +185,6 @@ CONFIG_KEYS: Final = {
     "intermediate_size": ("intermediate_size", "hidden_dim"),
     "vocab_size": ("vocab_size",),
 }
-
-
 GATED_ARCHITECTURES: Final = ("modernbert",)
 """Architectures with gated feed-forward layers and mostly local attention."""
 
@@ -226,29 +199,19 @@ def read_encoder_shape(folder: Path, model_settings: ModelConfig | None = None) 
     }
     if missing := [CONFIG_KEYS[key][0] for key, value in values.items() if value is None]:
         reason = f"its config.json has no {', '.join(missing)}"
-        raise ConfigError(
-            [
-                Problem(
-                    "model.name", str(folder), reason, "name a model of another architecture", code="unsupported_model"
-                )
-            ]
-        )
+        fix = "name a model of another architecture"
+        raise ConfigError([Problem("model.name", str(folder), reason, fix, code="unsupported_model")])
     sizes = {key: int(value) for key, value in values.items() if value is not None}
-    attention_reach, num_local_layers = _local_attention(
-        model_config, sizes["num_layers"], model_settings.attention_window if model_settings else None
-    )
-    return EncoderShape(
-        **sizes,
-        is_gated=model_config.get("model_type") in GATED_ARCHITECTURES,
-        attention_reach=attention_reach,
-        num_local_layers=num_local_layers,
-    )
+    window = model_settings.attention_window if model_settings else None
+    reach, num_local_layers = _local_attention(model_config, sizes["num_layers"], window)
+    is_gated = model_config.get("model_type") in GATED_ARCHITECTURES
+    return EncoderShape(**sizes, is_gated=is_gated, attention_reach=reach, num_local_layers=num_local_layers)
 
 
 def _local_attention(model_config: Mapping[str, Any], layers: int, attention_window: int | None) -> tuple[int, int]:
     """Attention window on either side, and the number of local layers: all of them if the recipe or the model's own
     config sets `attention_window`. ModernBERT's defaults follow Transformers."""
-    if (window := attention_window or model_config.get(local_attention.CONFIG_KEY)) is not None:
+    if (window := attention_window or model_config.get(long_texts.CONFIG_KEY)) is not None:
         return window, layers
     if model_config.get("model_type") not in GATED_ARCHITECTURES:
         return 0, 0
@@ -256,6 +219,5 @@ def _local_attention(model_config: Mapping[str, Any], layers: int, attention_win
     layer_types = model_config.get("layer_types") or [
         "local" if index % global_every else "full_attention" for index in range(layers)
     ]
-    return model_config.get("local_attention", 128) // 2, sum(
-        layer_type != "full_attention" for layer_type in layer_types
-    )
+    num_local_layers = sum(layer_type != "full_attention" for layer_type in layer_types)
+    return model_config.get("local_attention", 128) // 2, num_local_layers

@@ -1,12 +1,15 @@
-"""Tables of a profile, for the terminal and the page. Pure."""
+"""Tables of a profile for the terminal, and its page (profile.html), for one profile or two on one scale. Pure."""
 
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rtrain.report.drawing.svg import format_duration, format_rate
-from rtrain.trainer.step_timing import GRADIENT_SYNC, STEP_PARTS
+from rtrain.parallel.profiler import GRADIENT_SYNC, STEP_PARTS
+from rtrain.report import charts
+from rtrain.report.charts import LineSeries, StackedBar
+from rtrain.report.page import Block, Figure, Note, Section, Table, Tile, render_html
+from rtrain.report.svg import format_duration, format_rate
 
 ProfileDocument = Mapping[str, Any]
 
@@ -133,33 +136,14 @@ def scaling_warnings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 def scaling_table(document: ProfileDocument) -> TextTable | None:
     """The scaling table; None if the rows are no scaling study."""
     lines = scaling_rows(document["rows"])
-    header = (
-        "workers",
-        "step",
-        "a run",
-        "speed-up",
-        "efficiency",
-        "gradient sync",
-        "hidden",
-        "rows/s",
-        "hosts",
-        "order",
-    )
+    times = ("workers", "step", "a run", "speed-up", "efficiency")
+    header = (*times, "gradient sync", "hidden", "rows/s", "hosts", "order")
     rows = [
         (
-            *(
-                str(line["workers"]),
-                format_ms(line["step_s"]),
-                format_duration(line["run_seconds"]),
-                f"{line['speedup']:.2f}",
-            ),
-            *(
-                f"{line['efficiency']:.0%}",
-                format_ms(line["gradient_sync"]),
-                format_ms(line["hidden"]),
-                format_rate(line["rows_per_second"]),
-            ),
-            *(str(line["hosts"]), line["order_digest"][:12]),
+            *(str(line["workers"]), format_ms(line["step_s"]), format_duration(line["run_seconds"])),
+            *(f"{line['speedup']:.2f}", f"{line['efficiency']:.0%}", format_ms(line["gradient_sync"])),
+            *(format_ms(line["hidden"]), format_rate(line["rows_per_second"]), str(line["hosts"])),
+            line["order_digest"][:12],
         )
         for line in lines
     ]
@@ -172,11 +156,8 @@ def comparison_table(documents: Sequence[ProfileDocument], names: Sequence[str])
     header = ("row", "part", *names, "ratio")
     lines = []
     for first_row, second_row in zip(*(document["rows"] for document in documents), strict=False):
-        label = (
-            first_row["name"]
-            if first_row["name"] == second_row["name"]
-            else f"{first_row['name']} / {second_row['name']}"
-        )
+        names_differ = first_row["name"] != second_row["name"]
+        label = f"{first_row['name']} / {second_row['name']}" if names_differ else first_row["name"]
         for index, part in enumerate(parts):
             values = [mean_seconds(row, part) for row in (first_row, second_row)]
             ratio = f"{values[1] / values[0]:.2f}" if values[0] else "-"
@@ -225,3 +206,76 @@ def format_profile(document: ProfileDocument) -> str:
     if (table := scaling_table(document)) is not None:
         blocks.append(f"Scaling, relative to the fewest workers:\n{table.formatted}")
     return "\n\n".join([*blocks, *scaling_warnings(document["rows"])])
+
+
+MAX_BARS = 40
+BARS_NOTE = (
+    "The parts of a bar add up to the step. Gradient sync: the worker waits, also for slower workers. Hidden "
+    "communication runs while the worker computes, and is not part of the bar."
+)
+
+
+def render_profile(document: ProfileDocument) -> str:
+    rows = document["rows"]
+    tiles = [
+        Tile(row["name"], f"{format_ms(row['step_s'])} ms", f"{format_rate(row['rows_per_second'])} rows/s")
+        for row in rows[:6]
+    ]
+    scaling = _scaling_section(document)
+    bars, table = _stacked_bars([document], [""]), _wide_table("Each worker", time_table(document), LEGEND)
+    speed = _wide_table("Speed, and the cost of a checkpoint", speed_table(document))
+    sections = [
+        Section("where", "Where the time goes", "", [bars, table]),
+        *([] if scaling is None else [scaling]),
+        Section("speed", "Speed", "", [speed]),
+    ]
+    subtitle = f"A profile of the recipe {document['recipe']} by rtrain"
+    return render_html(document["name"], subtitle, tiles, sections, lead=describe_profile(document))
+
+
+def render_comparison(documents: Sequence[ProfileDocument], names: Sequence[str]) -> str:
+    """Render two profiles on one page."""
+    descriptions = [
+        Note(f"{name}: {describe_profile(document)}.") for name, document in zip(names, documents, strict=True)
+    ]
+    comparison = _wide_table("Parts", comparison_table(documents, names), LEGEND)
+    bars = _stacked_bars(documents, [f"{name}: " for name in names])
+    notes = [Note(note) for note in unpaired_notes(documents, names)]
+    sections = [
+        Section("where", "Where the time goes", "", [bars, comparison, *notes]),
+        Section("measured", "Measured", "", descriptions),
+    ]
+    return render_html(" and ".join(names), "Two profiles by rtrain", [], sections)
+
+
+def _stacked_bars(documents: Sequence[ProfileDocument], prefixes: Sequence[str]) -> Block:
+    parts = visible_parts(*documents)
+    bars = [
+        StackedBar(f"{lead}{row['name']}, worker {worker['rank']}", [1000 * worker["parts"][part] for part in parts])
+        for lead, document in zip(prefixes, documents, strict=True)
+        for row in document["rows"]
+        for worker in row["worker_summaries"]
+    ]
+    hint = f" The first {MAX_BARS} of {len(bars)} bars; the table has all of them." if len(bars) > MAX_BARS else ""
+    chart = charts.draw_stacked_bars(bars[:MAX_BARS], [part_label(part) for part in parts], "milliseconds of a step")
+    return Figure("A step of each worker, by part", chart, BARS_NOTE + hint, wide=True)
+
+
+def _scaling_section(document: ProfileDocument) -> Section | None:
+    columns, lines = scaling_table(document), scaling_rows(document["rows"])
+    if columns is None:
+        return None
+    workers = [line["workers"] for line in lines]
+    ideal = [count / workers[0] for count in workers]
+    series = [
+        LineSeries("measured", workers, [line["speedup"] for line in lines], True),
+        LineSeries("in proportion", workers, ideal),
+    ]
+    chart = charts.draw_lines(series, "workers", "speed-up")
+    figure = Figure("Speed-up with workers", chart, "Relative to the fewest workers; in proportion is the upper bound.")
+    notes = [Note(warning) for warning in scaling_warnings(document["rows"])]
+    return Section("scaling", "Scaling", "", [figure, _wide_table("The same steps with more workers", columns), *notes])
+
+
+def _wide_table(title: str, columns: TextTable, note: str = "") -> Table:
+    return Table(title, columns.header, columns.rows, note, wide=True)

@@ -12,13 +12,18 @@ from rtrain.ray_internals.cluster import (
     cluster_status as cluster_status,
     drain_local_nodes as drain_local_nodes,
     draining_node_ids as draining_node_ids,
+    drop_forwarded_output as drop_forwarded_output,
     enable_local_token_auth as enable_local_token_auth,
     head_ip as head_ip,
+    is_gcs_dead as is_gcs_dead,
     list_actors as list_actors,
+    list_processes as list_processes,
+    list_session_pids as list_session_pids,
     local_cluster_address as local_cluster_address,
     local_node_ids as local_node_ids,
     node_start_times as node_start_times,
     probe_head as probe_head,
+    session_folder as session_folder,
 )
 from rtrain.ray_internals.data import (
     disable_data_actors as disable_data_actors,
@@ -36,13 +41,6 @@ from rtrain.ray_internals.private import (
     is_private as is_private,
     mark_private as mark_private,
     slim_ray_init as slim_ray_init,
-)
-from rtrain.ray_internals.process import (
-    drop_forwarded_output as drop_forwarded_output,
-    is_gcs_dead as is_gcs_dead,
-    list_processes as list_processes,
-    list_session_pids as list_session_pids,
-    session_folder as session_folder,
 )
 from rtrain.ray_internals.serving import (
     ReplicaServer as ReplicaServer,

@@ -38,7 +38,7 @@ def make_trainer_class(requests_resources: bool = True) -> type[Any]:
     `fit` in another thread sets no handler either, but the session then ends while that thread is still inside Ray's
     core, which ended one interrupted search with a segmentation fault.) It starts no process for the data sets of a
     Trainer: workers read their own streams. It starts no process that frees the CPUs of a dead controller:
-    `rtrain.runs.resource_leases` frees them. Without a dashboard, as in a private session, that process delayed the end
+    `rtrain.runs.worker_pool` frees them. Without a dashboard, as in a private session, that process delayed the end
     of every training shorter than 12 s to 12 s.
     """
     from ray.train.v2._internal.callbacks.datasets import DatasetsCallback

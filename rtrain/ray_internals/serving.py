@@ -115,10 +115,8 @@ def prepare_actor_process() -> None:
     from ray.serve._private import constants, haproxy
 
     haproxy_api: Any = haproxy.HAProxyApi
-    original_wait, default_timeout_s = (
-        haproxy_api._wait_for_hap_availability,
-        constants.RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S,
-    )
+    original_wait = haproxy_api._wait_for_hap_availability
+    default_timeout_s = constants.RAY_SERVE_HAPROXY_STARTUP_TIMEOUT_S
 
     async def wait_for_haproxy(api: Any, process: Any, timeout_s: int = default_timeout_s) -> None:
         deadline = time.monotonic() + timeout_s

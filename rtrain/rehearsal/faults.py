@@ -1,18 +1,25 @@
-"""The two faults of a rehearsal: a spot notice, and the loss of a node without one.
+"""A job on a rehearsed cluster: followed until it ends, disturbed by a spot notice and by the loss of a node
+without one.
 
-Their time and the run's recovery are computed from the run's log; both are pure. `ClusterFaultInjector` acts.
+The time of a fault and the run's recovery are computed from the run's log; both are pure. `JobFollower` also records
+the cluster's listening sockets, which are checked against a list of allowed ones.
 """
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from ipaddress import ip_address
+from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
-from rtrain.rehearsal.machines.local_cluster import RehearsalCluster
-from rtrain.rehearsal.machines.machine_registry import MachineRecord
+from rtrain.cluster.jobs import job_names
+from rtrain.core.errors import UserError
+from rtrain.core.run_folder import Run
+from rtrain.rehearsal.local_cluster import LogFunction, RehearsalCluster
+from rtrain.rehearsal.machine import MachineRecord
 
 FaultKind = Literal["notice", "kill"]
 EventLog = Sequence[Mapping[str, Any]]
@@ -26,12 +33,47 @@ MAX_CHECKPOINT_S, MAX_REJOIN_S = 10.0, 60.0
 leaves a new node unused for longer than a minute wastes it."""
 WORKER_PROCESS_PREFIX = "ray::RayTrainWorker"
 """Prefix of worker process names."""
+POLL_INTERVAL_S = 0.3
+LISTENER_CHECK_INTERVAL_S = 5.0
+STATUS_TIMEOUT_S = 60.0
+SILENCE_TIMEOUT_S = 600.0
+"""Seconds without a log line after which a rehearsal is aborted."""
+STATUS_INTERVAL_S = 30.0
+Scope = Literal["loopback", "network"]
+PROCESS_ROLES = (
+    # Fragments of the command line; the first match counts.
+    ("control service", "gcs_server"),
+    ("raylet", "/raylet/raylet "),
+    ("node agent", "ray::DashboardAgent"),
+    ("runtime environments", "ray::RuntimeEnvAgent"),
+    ("autoscaler", "monitor.py"),
+    ("dashboard", "dashboard.py"),
+    ("dashboard", "ray-dashboard"),
+    ("Ray Client", "ray.util.client.server"),
+    ("process of a job", "ray::"),
+    ("process of a job", "default_worker.py"),
+    ("driver", "-m rtrain"),
+)
+METRICS_ROLE = "metrics of the dashboard"
+"""Cluster metrics, which Ray (2.60) serves to anyone; the dashboard's process serves them."""
+ALLOWED_SCOPES: dict[str, Scope] = {
+    "control service": "network",
+    "raylet": "network",
+    "node agent": "network",
+    "runtime environments": "network",
+    "autoscaler": "network",
+    "process of a job": "network",
+    "driver": "network",
+    METRICS_ROLE: "network",
+    # The job API runs any code of a token holder: it is reachable by SSH only.
+    "dashboard": "loopback",
+}
+"""Allowed scope of each role. `network` is the cluster's own network, which admits nobody else: these listeners require
+the cluster's token, or synchronize gradients. Any other listener is a finding."""
 
 
 @dataclass
 class InjectedFault:
-    """An injected fault, and the run's recovery."""
-
     kind: FaultKind
     node: str
     type: str
@@ -62,17 +104,16 @@ class InjectedFault:
         if not self.has_recovered:
             return ["the run did not recover"]
         problems, checkpoint_s, rejoin_s = list[str](), self.seconds_to_checkpoint, self.seconds_after_join
-        if self.kind == "notice":
-            problems += [f"{self.recomputed_steps} steps were recomputed"] if self.recomputed_steps else []
-            if checkpoint_s is None:
-                problems.append("no checkpoint was written")
-            elif checkpoint_s > MAX_CHECKPOINT_S:
-                problems.append(
-                    f"its checkpoint was complete after {checkpoint_s:.1f} s; {MAX_CHECKPOINT_S:.0f} s are allowed"
-                )
+        if self.kind == "notice" and self.recomputed_steps:
+            problems.append(f"{self.recomputed_steps} steps were recomputed")
+        if self.kind == "notice" and checkpoint_s is None:
+            problems.append("no checkpoint was written")
+        if self.kind == "notice" and checkpoint_s is not None and checkpoint_s > MAX_CHECKPOINT_S:
+            allowed = f"{MAX_CHECKPOINT_S:.0f} s are allowed"
+            problems.append(f"its checkpoint was complete after {checkpoint_s:.1f} s; {allowed}")
         if rejoin_s is not None and rejoin_s > MAX_REJOIN_S:
-            message = f"all workers trained {rejoin_s:.1f} s after a node had joined; {MAX_REJOIN_S:.0f} s are allowed"
-            problems.append(message)
+            allowed = f"{MAX_REJOIN_S:.0f} s are allowed"
+            problems.append(f"all workers trained {rejoin_s:.1f} s after a node had joined; {allowed}")
         return problems
 
     @property
@@ -89,25 +130,23 @@ def due_fault(
 ) -> FaultKind | None:
     """The fault that is due now, or None. Each comes at its position, once the run has recovered from the previous one
     and has `min_workers`. `total_steps`: steps of the whole run."""
-    if len(injected) == len(planned) or (injected and not injected[-1].has_recovered):
+    if not events or len(injected) == len(planned) or (injected and not injected[-1].has_recovered):
         return None
-    if next((event["workers"] for event in reversed(events) if event["kind"] == "started"), 0) < min_workers:
-        return None
-    last_event = events[-1] if events else {}
-    kind = planned[len(injected)]
-    return (
-        kind
-        if last_event.get("kind") == "progress" and last_event["step"] >= total_steps // FAULT_POSITIONS[kind]
-        else None
-    )
+    kind, last_event = planned[len(injected)], events[-1]
+    is_due = last_event["kind"] == "progress" and last_event["step"] >= total_steps // FAULT_POSITIONS[kind]
+    return kind if is_due and _last_workers(events) >= min_workers else None
+
+
+def _last_workers(events: EventLog) -> int:
+    """Number of workers of the last attempt."""
+    return next((event["workers"] for event in reversed(events) if event["kind"] == "started"), 0)
 
 
 def record_recovery(fault: InjectedFault, events: EventLog) -> None:
     """Record the run's recovery since the fault."""
     fault_index = next((index for index, event in enumerate(events) if event["time"] > fault.time), len(events))
-    restart_index = next(
-        (number for number in range(fault_index, len(events)) if events[number]["kind"] == "started"), None
-    )
+    later_events = enumerate(events[fault_index:], fault_index)
+    restart_index = next((index for index, event in later_events if event["kind"] == "started"), None)
     saved_at = next((event["time"] for event in events[fault_index:restart_index] if event["kind"] == "saved"), None)
     if saved_at is not None and fault.kind == "notice":
         fault.seconds_to_checkpoint = round(saved_at - fault.time, 1)
@@ -116,10 +155,7 @@ def record_recovery(fault: InjectedFault, events: EventLog) -> None:
     fault.at_step = max((event["step"] for event in events[:restart_index] if event["kind"] == "progress"), default=0)
     fault.resumed_from_step = events[restart_index]["step"]
     fault.recomputed_steps = max(0, fault.at_step - fault.resumed_from_step)
-    previous_workers = next(
-        (event["workers"] for event in reversed(events[:fault_index]) if event["kind"] == "started"), 0
-    )
-    workers = 0
+    previous_workers, workers = _last_workers(events[:fault_index]), 0
     for event in events[restart_index:]:
         if event["kind"] == "started":
             workers = event["workers"]
@@ -134,11 +170,9 @@ def record_recovery(fault: InjectedFault, events: EventLog) -> None:
 def seconds_after_join(fault: InjectedFault, join_times: Collection[float]) -> float | None:
     """Compute `InjectedFault.seconds_after_join`; `join_times`: join times of the nodes, in seconds since 1970."""
     first_join = min((at for at in join_times if at > fault.time), default=None)
-    return (
-        round(fault.full_size_at - first_join, 1)
-        if first_join is not None and fault.full_size_at is not None and fault.full_size_at > first_join
-        else None
-    )
+    if first_join is None or fault.full_size_at is None or fault.full_size_at <= first_join:
+        return None
+    return round(fault.full_size_at - first_join, 1)
 
 
 class ClusterFaultInjector:
@@ -150,7 +184,6 @@ class ClusterFaultInjector:
         self.injected: list[InjectedFault] = []
 
     def inject_due_fault(self, events: EventLog) -> InjectedFault | None:
-        """Inject a due fault, and return it."""
         self._terminate_noticed()
         if self.injected and not self.injected[-1].has_recovered:
             record_recovery(self.injected[-1], events)
@@ -160,9 +193,8 @@ class ClusterFaultInjector:
             return None
         fault = InjectedFault(kind, node, self._cluster.registry.all_machines()[node].type, time.time())
         if kind == "notice":
-            self._cluster.metadata_by_machine[node].terminates_at = (
-                fault.time + NOTICE_PERIOD_S[self._cluster.plan.watcher or "aws"]
-            )
+            period_s = NOTICE_PERIOD_S[self._cluster.plan.watcher or "aws"]
+            self._cluster.metadata_by_machine[node].terminates_at = fault.time + period_s
         else:
             self._cluster.cloud.cut_power(node)
         self.injected.append(fault)
@@ -195,9 +227,140 @@ def machines_with_process(cluster: RehearsalCluster, prefix: str) -> dict[str, M
 
 
 def _has_process(pid: int, prefix: str) -> bool:
-    with suppress(psutil.Error):
-        for process in psutil.Process(pid).children(recursive=True):
-            with suppress(psutil.Error):
-                if " ".join(process.cmdline()).startswith(prefix):
-                    return True
+    for process in _child_processes(pid):
+        with suppress(psutil.Error):
+            if " ".join(process.cmdline()).startswith(prefix):
+                return True
     return False
+
+
+@dataclass(frozen=True, order=True)
+class Listener:
+    machine: str
+    role: str
+    scope: Scope
+    port: int
+
+    @property
+    def is_allowed(self) -> bool:
+        allowed_scope = ALLOWED_SCOPES.get(self.role)
+        return allowed_scope == "network" or allowed_scope == self.scope
+
+    @property
+    def description(self) -> str:
+        network = "the network" if self.scope == "network" else "loopback"
+        return f"{self.role} listens on {network}, port {self.port} ({self.machine})"
+
+
+def process_role(command: str) -> str:
+    return next((role for role, sign in PROCESS_ROLES if sign in command), command[:60] or "an unnamed process")
+
+
+def address_scope(address: str) -> Scope:
+    return "loopback" if ip_address(address.partition("%")[0]).is_loopback else "network"
+
+
+def find_listeners(machines: Iterable[tuple[str, int]], port_roles: Mapping[int, str]) -> set[Listener]:
+    """Find the TCP listeners of all processes on the machines, given as (name, process id).
+
+    `port_roles`: roles of ports that are more specific than their processes.
+    """
+    listeners = set[Listener]()
+    for name, pid in machines:
+        for process in _child_processes(pid):
+            with suppress(psutil.Error):
+                command_line = process.cmdline()
+                if not command_line and not process.exe():
+                    continue  # it is exiting: a process loses its name before its sockets
+                role = process_role(" ".join(command_line))
+                for connection in process.net_connections(kind="tcp"):
+                    if connection.status == psutil.CONN_LISTEN:
+                        port, scope = connection.laddr.port, address_scope(connection.laddr.ip)
+                        listeners.add(Listener(name, port_roles.get(port, role), scope, port))
+    return listeners
+
+
+def _child_processes(pid: int) -> list[psutil.Process]:
+    try:
+        return psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+
+
+class RehearsalAborted(UserError):
+    """The rehearsal cannot continue; its measurements so far are judged."""
+
+
+class JobFollower:
+    """Follows jobs on one cluster. `logs` is the folder of its machines' output."""
+
+    def __init__(self, cluster: RehearsalCluster, logs: Path, log: LogFunction):
+        self._cluster, self._logs, self._log = cluster, logs, log
+        self._listeners_checked_at = 0.0
+        self._port_roles = {cluster.metrics_port: METRICS_ROLE}
+        self.listeners: set[Listener] = set()
+        """All sockets seen so far."""
+
+    def follow_training(
+        self,
+        job: str,
+        run: Run,
+        injector: ClusterFaultInjector | None = None,
+        should_stop: Callable[[EventLog], bool] = lambda log: False,
+    ) -> None:
+        """Return once a run's job has finished, or was stopped by `should_stop`. Raises `RehearsalAborted` if it
+        failed, or was silent for too long."""
+        name, is_stopped = run.folder.name, False
+        active_at, logged_events, reported_at = time.monotonic(), 0, 0.0
+        while True:
+            status = self.wait_for_status(job)
+            log = run.events() if run.log.is_file() else []
+            self.record_listeners()
+            if injector is not None and (fault := injector.inject_due_fault(log)) is not None:
+                self._log(f"{fault.kind} at step {log[-1]['step']}: {fault.node} ({fault.type})")
+            if status in job_names.FINAL_STATUSES:
+                break
+            if not is_stopped and should_stop(log):
+                is_stopped = self._cluster.jobs.stop(job)
+            if len(log) > logged_events:
+                active_at, logged_events = time.monotonic(), len(log)
+                if log[-1]["kind"] != "progress":
+                    self._log(f"{name} run: {log[-1]['kind']}")
+            elif time.monotonic() - active_at > SILENCE_TIMEOUT_S:
+                self._cluster.jobs.stop(job)
+                message = f"the {name} run has logged nothing for {SILENCE_TIMEOUT_S:.0f} s; see {self._logs}"
+                raise RehearsalAborted(message, code="run_silent")
+            elif time.monotonic() - reported_at > STATUS_INTERVAL_S and not log:
+                reported_at = time.monotonic()
+                num_nodes = len(self._cluster.registry.live_machines()) - 1
+                self._log(f"{name} run: {status.lower()}, {num_nodes} worker nodes")
+            time.sleep(POLL_INTERVAL_S)
+        if status != "SUCCEEDED" and not is_stopped:
+            lines = self._cluster.jobs.get_logs(job).strip().splitlines()[-12:]
+            message = "\n".join([f"the {name} run ended as {status}; its last lines:", *lines])
+            raise RehearsalAborted(message, code="run_failed")
+
+    def wait_for_status(self, job: str) -> str:
+        """Status of a job. A busy head may respond late."""
+        deadline = time.monotonic() + STATUS_TIMEOUT_S
+        while True:
+            try:
+                job_info = self._cluster.jobs.list_jobs().get(job)
+            except UserError:
+                if time.monotonic() > deadline or self._cluster.head_name not in self._cluster.registry.live_machines():
+                    raise
+            else:
+                if job_info is None:
+                    message = f"the head was restarted, and does not know the job {job}; see {self._logs}"
+                    raise RehearsalAborted(message, code="head_restarted")
+                return job_info.status
+            time.sleep(POLL_INTERVAL_S)
+
+    def record_listeners(self) -> None:
+        """Record open sockets periodically: most of them are short-lived."""
+        if time.monotonic() - self._listeners_checked_at < LISTENER_CHECK_INTERVAL_S:
+            return
+        self._listeners_checked_at = time.monotonic()
+        machines = self._cluster.registry.live_machines().items()
+        pids = [(name, machine.pid) for name, machine in machines if machine.pid is not None]
+        self.listeners |= find_listeners(pids, self._port_roles)

@@ -8,8 +8,8 @@ import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rtrain.report.drawing.blocks import Recommendation
-from rtrain.report.drawing.svg import format_significant, truncate
+from rtrain.report.page import Recommendation
+from rtrain.report.svg import format_significant, truncate
 
 MAX_RECOMMENDATIONS = 6
 """Most repairs and improvements; users ignore longer lists. The path to the endpoint is added."""
@@ -332,7 +332,6 @@ def recommend_deployment(facts: RunFacts) -> list[Recommendation]:
 
 
 def _recommend_for_refused(facts: RunFacts, artifact_path: str) -> Recommendation:
-    """Recommend a fix for a refused artifact."""
     reason = f"the gate refused {artifact_path}: {facts.rejection_reason}"
     folder = shlex.quote(facts.folder)
     if facts.has_int8:

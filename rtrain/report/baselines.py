@@ -52,7 +52,6 @@ C_VALUES = (0.1, 1.0, 10.0)
 ALPHA_VALUES = (0.1, 1.0, 10.0)
 WORD_PATTERN, NON_BLANK_PATTERN = r"(?u)\b\w\w+\b", r"\S+"
 """Words of TF-IDF: two letters or more (scikit-learn's default), or anything between blanks."""
-
 LabeledTexts = tuple[Sequence[str], Sequence[str] | Sequence[int]]
 """(texts, labels or their numbers)."""
 ScoredTexts = tuple[Sequence[str], Sequence[float]]
@@ -161,7 +160,6 @@ def read_rows(store: Store, split: str, tokenizer: Path) -> tuple[list[str], Rag
 
 
 def uses_all_rows(store: Store, split: str) -> bool:
-    """Whether all rows of a split are used."""
     return len(choose_rows(store, split)) == store.num_rows(split)
 
 
@@ -207,7 +205,6 @@ def choose_rows(store: Store, split: str) -> stats.Ints:
 
 
 def _decode_texts(store: Store, split: str, rows: stats.Ints, tokenizer: Path) -> list[str]:
-    """Decode the tokens of the rows."""
     import tokenizers
 
     tokens = store.read_tokens(split, rows)
@@ -462,36 +459,21 @@ def _split_words(store: Store, split: str, rows: stats.Ints) -> list[list[tuple[
 # ------------------------------------------------------------------------------------------------------- the baselines
 
 
-def predict_labels(train: LabeledTexts, valid: LabeledTexts, texts: Sequence[str]) -> npt.NDArray[Any]:
-    """The label for each of `texts` by `fit_labels`."""
-    return fit_labels(train, valid)(texts)
-
-
 def fit_labels(train: LabeledTexts, valid: LabeledTexts) -> Callable[[Sequence[str]], npt.NDArray[Any]]:
-    """A linear support vector machine on TF-IDF, which labels texts; C as in `fit_best_svm`."""
+    """Fit a linear support vector machine on TF-IDF, with the C of `C_VALUES` that is best on `valid` (of equals the
+    smallest). Returns a function from texts to labels."""
+    from sklearn.svm import LinearSVC
+
     features = _make_features(train[0])
-    matrix = features.fit_transform(train[0])
-    best = fit_best_svm(matrix, train[1], features.transform(valid[0]), valid[1])
+    matrix, held_out = features.fit_transform(train[0]), features.transform(valid[0])
+    models = [LinearSVC(C=c, random_state=0).fit(matrix, train[1]) for c in C_VALUES]
+    best = max(models, key=lambda model: model.score(held_out, valid[1]))
     return lambda texts: np.asarray(best.predict(features.transform(texts)))
 
 
-def fit_best_svm(train: Any, labels: Sequence[Any], valid: Any, valid_labels: Sequence[Any]) -> Any:
-    """The linear support vector machine on these features, [rows, features] each, with the C of `C_VALUES` that is
-    best on the validation rows (of equals the smallest)."""
-    from sklearn.svm import LinearSVC
-
-    models = [LinearSVC(C=c, random_state=0).fit(train, labels) for c in C_VALUES]
-    return max(models, key=lambda model: model.score(valid, valid_labels))
-
-
 def measure_accuracy(train: LabeledTexts, valid: LabeledTexts, test: LabeledTexts) -> float:
-    """Share of the test texts whose label is what `predict_labels` says."""
-    return float(np.mean(predict_labels(train, valid, test[0]) == np.asarray(test[1])))
-
-
-def predict_numbers(train: ScoredTexts, valid: ScoredTexts, texts: Sequence[str]) -> npt.NDArray[np.float64]:
-    """The value for each of `texts` by `fit_numbers`."""
-    return fit_numbers(train, valid)(texts)
+    """Accuracy of `fit_labels` on the test texts."""
+    return float(np.mean(fit_labels(train, valid)(test[0]) == np.asarray(test[1])))
 
 
 def fit_numbers(train: ScoredTexts, valid: ScoredTexts) -> Callable[[Sequence[str]], npt.NDArray[np.float64]]:

@@ -5,10 +5,9 @@ from pathlib import Path
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.report import baselines, collect
-from rtrain.report.drawing.blocks import Section, Table
-from rtrain.report.drawing.page import render_html, write_page as write_page
-from rtrain.report.live.progress import print_message
-from rtrain.report.sections import answers, curves, data, outcome, settings, slices, timing
+from rtrain.report.page import Section, Table, render_html, write_page as write_page
+from rtrain.report.progress import print_message
+from rtrain.report.sections import answers, data, outcome, run_details
 
 
 def make_report(run: Run) -> Path:
@@ -35,12 +34,12 @@ def render_report(run: collect.RunData) -> str:
     sections = [
         outcome.build_section(run),
         data.build_section(run),
-        curves.build_section(run),
-        answers.build_section(run),
-        slices.build_section(run),
-        timing.build_section(run),
+        run_details.build_training_section(run),
+        answers.build_answers_section(run),
+        answers.build_slices_section(run),
+        run_details.build_timing_section(run),
         build_drill_section(run),
-        settings.build_section(run),
+        run_details.build_settings_section(run),
     ]
     present_sections = [section for section in sections if section]
     description = f"A run of the recipe {run.config.recipe.name} by rtrain"
@@ -66,11 +65,10 @@ def build_drill_section(run: collect.RunData) -> Section | None:
     ]
     intro = (
         f"{'Passed' if report['passed'] else 'FAILED'}: {len(rows)} faults in {report['steps']} updates of "
-        f"{report['workers']} "
-        f"workers. Compared with an undisturbed run: "
+        f"{report['workers']} workers. Compared with an undisturbed run: "
         f"{'the same weights, bit for bit' if report['is_same_weights'] else 'OTHER WEIGHTS'}, "
-        f"{'the same rows in the same order' if report['is_same_order'] else 'OTHER ROWS'}; "
-        f"{report['rows_lost']} rows lost, {report['rows_repeated']} repeated."
+        f"{'the same rows in the same order' if report['is_same_order'] else 'OTHER ROWS'}; {report['rows_lost']} rows "
+        f"lost, {report['rows_repeated']} repeated."
     )
     head = ("fault", "at", "from", "repeated", "seconds", "")
     note = (

@@ -7,7 +7,6 @@ import numpy.typing as npt
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
-
 MAX_POINTS = 400
 """Points of one curve."""
 

@@ -51,7 +51,6 @@ def write_predictions(
     Args:
         row_results: results of all rows of the split, in index order.
         heartbeat: called after every `TEXT_ROWS` rows.
-
     """
     row_reports = task.explain_rows(row_results, store.targets(split), head)
     origins, lengths = store.origins(split), store.column(split, "length")
@@ -115,16 +114,8 @@ def _find_collapsed_answers(
         numbers, values = np.asarray(prediction, dtype=np.float64), np.asarray(target, dtype=np.float64)
         if len(values) < MIN_COLLAPSE_ROWS or not numbers.std() < COLLAPSE_STD_RATIO * values.std():
             return []
-        count = len(values)
-        return [
-            {
-                "answer": f"{numbers.mean():.4g}",
-                "rows": count,
-                "total_rows": count,
-                "other_rows": count,
-                "other_rows_with_answer": count,
-            }
-        ]
+        counts = ("rows", "total_rows", "other_rows", "other_rows_with_answer")
+        return [{"answer": f"{numbers.mean():.4g}", **dict.fromkeys(counts, len(values))}]
     if task.output not in ("classes", "labels", "heads", "tags", "spans"):
         return []
     answers_by_head: list[tuple[str, list[Any], list[Any]]] = [("", list(target), list(prediction))]
@@ -147,13 +138,15 @@ def _find_collapsed_answers(
         is_collapsed = [entry == answer for value, entry in pairs if value != answer]
         if len(is_collapsed) >= MIN_COLLAPSE_ROWS and np.mean(is_collapsed) >= COLLAPSE_SHARE:
             description = prefix + (", ".join(sorted(answer)) if isinstance(answer, frozenset) else str(answer))
-            counts = {
-                "rows": rows,
-                "total_rows": len(pairs),
-                "other_rows": len(is_collapsed),
-                "other_rows_with_answer": sum(is_collapsed),
-            }
-            collapsed.append({"answer": description or "nothing", **counts})
+            collapsed.append(
+                {
+                    "answer": description or "nothing",
+                    "rows": rows,
+                    "total_rows": len(pairs),
+                    "other_rows": len(is_collapsed),
+                    "other_rows_with_answer": sum(is_collapsed),
+                }
+            )
     return collapsed
 
 

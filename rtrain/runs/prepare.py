@@ -3,6 +3,7 @@
 import importlib.metadata
 import platform
 import shlex
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,38 +11,30 @@ from typing import Any
 
 import numpy as np
 
+from rtrain import config as configuration
 from rtrain.checkpoint import remote_copy
-from rtrain.cluster import capacity as cluster_capacity, placement, preflight
-from rtrain.config import Config
-from rtrain.core import json_files
+from rtrain.cluster import capacity, data_tasks, placement, preflight
+from rtrain.config import Config, Recipe
+from rtrain.core import events, json_files
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.run_folder import Run
-from rtrain.data import checks, quarantine, row_reader, unlabeled
+from rtrain.data import checks, row_reader, sources, unlabeled
 from rtrain.data.order import RowOrder
-from rtrain.data.sources import find
 from rtrain.data.store import builder as store_builder, commit, shards
 from rtrain.data.store.store import Store
-from rtrain.models import builder as models_builder, device, heads, precision
-from rtrain.parallel import constraints
-from rtrain.report import label_counts, text_stats
-from rtrain.report.live import trackers
-from rtrain.runs import choose_strategy, node_checks, run_folders, trim_vocabulary
+from rtrain.models import builder as models_builder, device, network_parts, precision
+from rtrain.parallel import layout
+from rtrain.planning import memory_estimate
+from rtrain.report import data_stats, trackers
+from rtrain.runs import nodes, run_folders, trim_vocabulary
 from rtrain.tasks import base
 from rtrain.tasks.encode import resolve_window_spec
 from rtrain.trainer import losses
 
 DEVICE_KEY = "device"
 """Key of the decision in decisions.json."""
-
-
 LOGGED_PACKAGES = ("rtrain", "ray", "torch", "transformers", "tokenizers", "numpy", "pyarrow")
 """Packages whose versions are logged with a run."""
-ROW_EVENTS = (
-    *("tokenized", "tokens_reused", "strategy", "vocabulary", "quarantined_rows"),
-    *("unlabeled", "head", "labels", "overlap", "texts", "conflicts"),
-)
-"""Kinds of events about a run's rows, which are logged before the run is followed. The first event is of the first or
-second kind."""
 
 
 @dataclass(frozen=True)
@@ -68,49 +61,14 @@ class PreparedRun:
         return self.order.num_steps
 
 
-def check_run(
-    config: Config,
-    root: Path | None = None,
-    source: row_reader.DataSource | None = None,
-    is_resumed: bool = False,
-) -> tuple[row_reader.DataSource, Path]:
-    """Check files, columns, model and precision before Ray starts; all problems are raised together.
+@dataclass(frozen=True)
+class _Inputs:
+    """The rows and the model of a run, as every node reads them."""
 
-    Args:
-        root: folder with copies of hub files, which are not downloaded again.
-        source: result of an earlier `inspect_all_sources`; its files are not inspected again.
-        is_resumed: the run exists, so problems suggest no changed settings.
-
-    """
-    problems: list[Any] = [
-        *store_builder.find_problems(config.recipe),
-        *losses.check_label_smoothing(config.recipe),
-        *models_builder.check_model_settings(config.recipe),
-    ]
-    folder = None
-    try:
-        source = source or unlabeled.inspect_all_sources(config.recipe, root)
-    except ConfigError as error:
-        problems += [_with_resume_fix(problem) if is_resumed else problem for problem in error.problems]
-    try:
-        folder = models_builder.resolve_folder(config.recipe.model.name, root)
-        tokens_read = config.recipe.data.window_tokens
-        problems += models_builder.check_architecture(folder, tokens_read, is_resumed, config.recipe.model)
-        problems += constraints.check_parallelism(config.recipe, folder)
-    except ConfigError as error:
-        problems += error.problems
-    problems += trackers.check_installed(config)
-    if config.deploy.cluster.address is None:
-        problems += precision.check_local_precision(config.recipe.train.precision)
-    if problems or source is None or folder is None:
-        raise ConfigError(problems)
-    return source, folder
-
-
-def _with_resume_fix(problem: Problem) -> Problem:
-    """The problem with a fix for a resumed run: a missing file may be at another path, but the rows cannot change."""
-    fix = "restore it or name its new path: a resume reads the same rows"
-    return replace(problem, fix=fix) if problem.reason == find.NO_FILE_REASON else problem
+    source: row_reader.DataSource
+    full_weights: Path
+    weights: Path
+    """The model to train: `full_weights`, or a copy with a trimmed vocabulary."""
 
 
 def prepare_run(
@@ -131,7 +89,6 @@ def prepare_run(
         source: result of `check_run`, if it ran already: there may be thousands of files.
         teacher_pass: computes the logits of a student's teacher.
         is_resumed: check as a resumed run, e.g. for the later trials of a search.
-
     """
     run_folder, config = resolve_run_folder(config, folder, reuse)
     run, root = Run(run_folder), tokens_root or run_folder.parent
@@ -139,32 +96,12 @@ def prepare_run(
         with run_folders.lock(run):  # refuse a run in use before its rows are read for hours
             pass
     created = run.first_event("created")
-    is_resumed = is_resumed or created is not None
-    source, weights = node_checks.check_nodes(config, *check_run(config, root, source, is_resumed=is_resumed), root)
-    source = source.with_cached_digests(root)
-    config = models_builder.resolve_pooling(config, weights)
-    with cluster_capacity.restrict_data_tasks(config.deploy.cluster.data_labels):
-        full_weights, weights = weights, trim_vocabulary.trim_model(config.recipe, source, weights, root)
-    origin = commit.hash_sources(config.recipe, source, weights)
-    if created and created["data_digest"] != store_builder.compute_digest(config.recipe, source, weights):
-        raise _changed_rows_error(run, created, origin)
-    preflight.check_disk_space(
-        run.folder, required_bytes=_checkpoint_bytes(weights, config.recipe.train.keep_checkpoints)
-    )
-    if not created:
-        _refuse_existing_copy(config, run)
+    config, inputs = _resolve_inputs(config, root, source, is_resumed=is_resumed or created is not None)
+    origin = commit.hash_sources(config.recipe, inputs.source, inputs.weights)
+    _refuse_before_tokenization(config, run, inputs, origin)
     selected_device = choose_device(config, run)
-    if problems := constraints.check_devices(config.recipe, selected_device, weights):
-        raise ConfigError(problems)
-    with cluster_capacity.restrict_data_tasks(config.deploy.cluster.data_labels):
-        store, was_built = store_builder.build_or_open(config.recipe, source, weights, root, teacher_pass)
-    if problems := [
-        *preflight.check_rows(config.recipe, store.num_rows("train")),
-        *check_capacity(config, selected_device.device),
-    ]:
-        raise ConfigError(problems)
-    config, strategy_fields = choose_strategy.resolve_strategy(config, selected_device, store, weights)
-    task = base.get_task(config.recipe.task)
+    store, was_built = _build_store(config, inputs, root, selected_device, teacher_pass)
+    config, strategy_fields = resolve_strategy(config, selected_device, store, inputs.weights)
     with run_folders.lock_new_run(run, reuse) as run:
         if run.folder != run_folder:
             _refuse_existing_copy(config, run)
@@ -194,39 +131,120 @@ def prepare_run(
         )
         if strategy_fields:
             run.append_event("strategy", **strategy_fields)
-        if weights != full_weights:
-            run.append_event(
-                "vocabulary",
-                **trim_vocabulary.event_fields(run, config.recipe, source, full_weights, weights, store, root),
-            )
-        if store.manifest.quarantined:
-            quarantine_file, reasons = store.folder / quarantine.FILE_NAME, quarantine.summarize_reasons(store.folder)
-            run.append_event(
-                "quarantined_rows", rows=store.manifest.quarantined, reasons=reasons, file=str(quarantine_file)
-            )
-        if store.manifest.unlabeled:
-            run.append_event("unlabeled", **store.manifest.unlabeled, confidence=config.recipe.distill.confidence)
-        head = heads.event_fields(
-            json_files.load_json_object(weights / "config.json"), task.auto_model, store.manifest.labels
+        if inputs.weights != inputs.full_weights:
+            run.append_event("vocabulary", **_vocabulary_fields(config.recipe, run, inputs, store, root))
+        for kind, fields in _describe_rows(config.recipe, store, inputs.weights):
+            if kind != "head" or not created:  # a resumed run loads the head from its checkpoint
+                run.append_event(kind, **fields)
+    return PreparedRun(run, frozen_config, store, inputs.weights, selected_device)
+
+
+# --------------------------------------------------------------------------------------------------- rows and model
+
+
+def check_run(
+    config: Config, root: Path | None = None, source: row_reader.DataSource | None = None, is_resumed: bool = False
+) -> tuple[row_reader.DataSource, Path]:
+    """Check files, columns, model and precision before Ray starts; all problems are raised together.
+
+    Args:
+        root: folder with copies of hub files, which are not downloaded again.
+        source: result of an earlier `inspect_all_sources`; its files are not inspected again.
+        is_resumed: the run exists, so problems suggest no changed settings.
+    """
+    problems: list[Any] = [
+        *store_builder.find_problems(config.recipe),
+        *losses.check_label_smoothing(config.recipe),
+        *models_builder.check_model_settings(config.recipe),
+    ]
+    folder = None
+    try:
+        source = source or unlabeled.inspect_all_sources(config.recipe, root)
+    except ConfigError as error:
+        problems += [_with_resume_fix(problem) if is_resumed else problem for problem in error.problems]
+    try:
+        folder = models_builder.resolve_folder(config.recipe.model.name, root)
+        tokens_read = config.recipe.data.window_tokens
+        problems += models_builder.check_architecture(folder, tokens_read, is_resumed, config.recipe.model)
+        problems += layout.check_parallelism(config.recipe, folder)
+    except ConfigError as error:
+        problems += error.problems
+    problems += trackers.check_installed(config)
+    if config.deploy.cluster.address is None:
+        problems += precision.check_local_precision(config.recipe.train.precision)
+    if problems or source is None or folder is None:
+        raise ConfigError(problems)
+    return source, folder
+
+
+def _with_resume_fix(problem: Problem) -> Problem:
+    """The problem with a fix for a resumed run: a missing file may be at another path, but the rows cannot change."""
+    fix = "restore it or name its new path: a resume reads the same rows"
+    return replace(problem, fix=fix) if problem.reason == sources.NO_FILE_REASON else problem
+
+
+def _resolve_inputs(
+    config: Config, root: Path, source: row_reader.DataSource | None, *, is_resumed: bool
+) -> tuple[Config, _Inputs]:
+    """Check the inputs and return them as every node reads them, and the configuration with the model's pooling."""
+    source, weights = nodes.check_nodes(config, *check_run(config, root, source, is_resumed=is_resumed), root)
+    source = source.with_cached_digests(root)
+    config = models_builder.resolve_pooling(config, weights)
+    with data_tasks.restrict_data_tasks(config.deploy.cluster.data_labels):
+        return config, _Inputs(source, weights, trim_vocabulary.trim_model(config.recipe, source, weights, root))
+
+
+def _refuse_before_tokenization(config: Config, run: Run, inputs: _Inputs, origin: dict[str, dict[str, str]]) -> None:
+    """Refuse a resume on changed rows, a full disk, and a new run that would overwrite a remote copy."""
+    created, weights = run.first_event("created"), inputs.weights
+    if created and created["data_digest"] != store_builder.compute_digest(config.recipe, inputs.source, weights):
+        raise _changed_rows_error(run, created, origin)
+    weight_bytes = sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+    copies = preflight.checkpoint_size_factor(config.recipe.train.keep_checkpoints)
+    preflight.check_disk_space(run.folder, required_bytes=copies * weight_bytes)
+    if not created:
+        _refuse_existing_copy(config, run)
+
+
+def _changed_rows_error(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
+    """Return the error of a resume on changed rows: the order of a run and its scores depend on its rows."""
+    changes = checks.describe_changes(created["origin"], origin)
+    if not changes:
+        return UserError(
+            f"--resume: {run} was started with a version of rtrain that reads the same files "
+            "differently; "
+            "continue it with that version, or start another run with --new",
+            code="other_version",
         )
-        if head and not created:  # a resumed run loads the head from its checkpoint
-            run.append_event("head", **head)
-        for event_fields in label_counts.event_fields(store, task.output):
-            run.append_event("labels", **event_fields)
-        for event_fields in find_overlaps(store):
-            run.append_event("overlap", **event_fields)
-        if not task.packs_text:  # packed blocks fill the model's window
-            reading, tokenizer = (
-                resolve_window_spec(task, config.recipe.data),
-                shards.load_task_tokenizer(config.recipe, weights),
-            )
-            limit = f"data.max_tokens={reading.max_tokens}"
-            if reading.max_windows > 1:
-                limit = f"data.max_windows={reading.max_windows}"
-            run.append_event("texts", **text_stats.describe_texts(store, tokenizer), limit=limit)
-        if conflicts := text_stats.find_conflicts(store, task.output):
-            run.append_event("conflicts", **conflicts)
-    return PreparedRun(run, frozen_config, store, weights, selected_device)
+    changes_text = "\n  ".join([*changes[:10], *([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])])
+    return UserError(
+        f"--resume: {run} was started on other rows:\n  {changes_text}\n"
+        "Restore these files, or start another run with --new.",
+        code="rows_changed",
+    )
+
+
+def _build_store(
+    config: Config,
+    inputs: _Inputs,
+    root: Path,
+    selected_device: device.DeviceChoice,
+    teacher_pass: store_builder.TeacherPass | None,
+) -> tuple[Store, bool]:
+    """Build or open the token store; return it, and whether it was built. Then the number of rows is known."""
+    if problems := layout.check_devices(config.recipe, selected_device, inputs.weights):
+        raise ConfigError(problems)
+    with data_tasks.restrict_data_tasks(config.deploy.cluster.data_labels):
+        store, was_built = store_builder.build_or_open(config.recipe, inputs.source, inputs.weights, root, teacher_pass)
+    if problems := [
+        *preflight.check_rows(config.recipe, store.num_rows("train")),
+        *check_capacity(config, selected_device.device),
+    ]:
+        raise ConfigError(problems)
+    return store, was_built
+
+
+# ----------------------------------------------------------------------------------------------------- events of a run
 
 
 def _package_versions() -> dict[str, str]:
@@ -236,6 +254,67 @@ def _package_versions() -> dict[str, str]:
         with suppress(importlib.metadata.PackageNotFoundError):  # rtrain runs from a checkout
             versions[name] = importlib.metadata.version(name)
     return versions | {"platform": platform.platform()}
+
+
+def _vocabulary_fields(recipe: Recipe, run: Run, inputs: _Inputs, store: Store, root: Path) -> dict[str, Any]:
+    """Return the fields of the `vocabulary` event. The changed rows are counted once for a run."""
+    if logged_fields := trim_vocabulary.vocabulary_lineage(run):
+        return {**logged_fields[trim_vocabulary.VOCABULARY_EVENT], "model": str(inputs.weights)}
+    labeled_source, _ = unlabeled.split_source(inputs.source)
+    full_store, _ = store_builder.build_or_open(recipe, labeled_source, inputs.full_weights, root)
+    return trim_vocabulary.event_fields(recipe, full_store, store, inputs.weights)
+
+
+def _describe_rows(recipe: Recipe, store: Store, weights: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (kind, fields) of the events about the rows of the token store."""
+    task, manifest = base.get_task(recipe.task), store.manifest
+    if manifest.quarantined:
+        yield (
+            "quarantined_rows",
+            {
+                "rows": manifest.quarantined,
+                "reasons": checks.summarize_reasons(store.folder),
+                "file": str(store.folder / checks.FILE_NAME),
+            },
+        )
+    if manifest.unlabeled:
+        yield "unlabeled", {**manifest.unlabeled, "confidence": recipe.distill.confidence}
+    model_config = json_files.load_json_object(weights / "config.json")
+    if head := network_parts.head_event_fields(model_config, task.auto_model, manifest.labels):
+        yield "head", head
+    for fields in data_stats.describe_labels(store, task.output):
+        yield "labels", fields
+    for fields in find_overlaps(store):
+        yield "overlap", fields
+    if not task.packs_text:  # packed blocks fill the model's window
+        reading, tokenizer = resolve_window_spec(task, recipe.data), shards.load_task_tokenizer(recipe, weights)
+        limit = f"data.max_tokens={reading.max_tokens}"
+        if reading.max_windows > 1:
+            limit = f"data.max_windows={reading.max_windows}"
+        yield "texts", {**data_stats.describe_texts(store, tokenizer), "limit": limit}
+    if conflicts := data_stats.find_conflicts(store, task.output):
+        yield "conflicts", conflicts
+
+
+def find_overlaps(store: Store) -> list[dict[str, Any]]:
+    """Return the fields of `overlap` events: splits with rows that are training rows too."""
+    overlaps: list[dict[str, Any]] = []
+    for split in ("valid", "test"):
+        in_training_set, split_fields = store.in_training_set(split), {"split": split, "rows": store.num_rows(split)}
+        if in_training_set is not None and in_training_set.any():
+            row_places = store.describe_rows(split, np.flatnonzero(in_training_set))
+            overlaps.append({**split_fields, "trained_rows": int(in_training_set.sum()), "row_places": row_places})
+    return overlaps
+
+
+def row_events(run: Run) -> list[dict[str, Any]]:
+    """Return the events about the rows from the newest preparation of a run."""
+    row_events = run.events(*events.ROW_EVENTS)
+    starts = (place for place, event in enumerate(row_events) if event["kind"] in events.ROW_EVENTS[:2])
+    return row_events[max(starts, default=0) :]
+
+
+# ------------------------------------------------------------------------------------------- remote copies and folders
 
 
 def _refuse_existing_copy(config: Config, run: Run) -> None:
@@ -272,41 +351,6 @@ def refuse_lost_search(config: Config, folder: Path, reuse: run_folders.Reuse, *
     )
 
 
-def find_overlaps(store: Store) -> list[dict[str, Any]]:
-    """Return the fields of `overlap` events: splits with rows that are training rows too."""
-    overlaps: list[dict[str, Any]] = []
-    for split in ("valid", "test"):
-        in_training_set, split_fields = store.in_training_set(split), {"split": split, "rows": store.num_rows(split)}
-        if in_training_set is not None and in_training_set.any():
-            row_places = store.describe_rows(split, np.flatnonzero(in_training_set))
-            overlaps.append({**split_fields, "trained_rows": int(in_training_set.sum()), "row_places": row_places})
-    return overlaps
-
-
-def choose_device(config: Config, run: Run) -> device.DeviceChoice:
-    """Return the device: of the recipe, else of the run's earlier decision, else of the cluster's nodes and its
-    autoscaler's node types."""
-    train = config.recipe.train
-    requested = train.device if train.device != "auto" else run.decisions.get(DEVICE_KEY, "auto")
-    max_gpus = cluster_capacity.max_accelerators("gpu", config.deploy.cluster.labels)
-    has_capacity = max_gpus and placement.max_workers(
-        cluster_capacity.live_nodes(),
-        cluster_capacity.autoscaler_limits(),
-        cluster_capacity.resource_request_from_config(config, "gpu"),
-        train.workers,
-    )
-    return device.choose_device(
-        requested, train.workers, train.min_workers, max_gpus, device.can_use_gpus(), has_capacity
-    )
-
-
-def row_events(run: Run) -> list[dict[str, Any]]:
-    """Return the events about the rows from the newest preparation of a run."""
-    events = run.events(*ROW_EVENTS)
-    first_index = max((place for place, event in enumerate(events) if event["kind"] in ROW_EVENTS[:2]), default=0)
-    return events[first_index:]
-
-
 def resolve_run_folder(config: Config, folder: Path, reuse: run_folders.Reuse) -> tuple[Path, Config]:
     """Restore a lost run folder from its remote copy, then choose the folder (`run_folders.choose_folder`)."""
     if reuse == "resume":
@@ -325,36 +369,99 @@ def restore_run(config: Config, folder: Path) -> None:
         run_copy.restore(folder)
 
 
-def _changed_rows_error(run: Run, created: dict[str, Any], origin: dict[str, dict[str, str]]) -> UserError:
-    """Return the error of a resume on changed rows: the order of a run and its scores depend on its rows."""
-    changes = checks.describe_changes(created["origin"], origin)
-    if not changes:
-        return UserError(
-            f"--resume: {run} was started with a version of rtrain that reads the same files "
-            "differently; "
-            "continue it with that version, or start another run with --new",
-            code="other_version",
-        )
-    changes_text = "\n  ".join([*changes[:10], *([f"and {len(changes) - 10} more"] if len(changes) > 10 else [])])
-    return UserError(
-        f"--resume: {run} was started on other rows:\n  {changes_text}\n"
-        "Restore these files, or start another run with --new.",
-        code="rows_changed",
+# ------------------------------------------------------------------------------------ devices, capacity and strategy
+
+
+def choose_device(config: Config, run: Run) -> device.DeviceChoice:
+    """Return the device: of the recipe, else of the run's earlier decision, else of the cluster's nodes and its
+    autoscaler's node types."""
+    train = config.recipe.train
+    requested = train.device if train.device != "auto" else run.decisions.get(DEVICE_KEY, "auto")
+    max_gpus = capacity.max_accelerators("gpu", config.deploy.cluster.labels)
+    has_capacity = max_gpus and placement.max_workers(
+        capacity.live_nodes(),
+        capacity.autoscaler_limits(),
+        capacity.resource_request_from_config(config, "gpu"),
+        train.workers,
     )
-
-
-def _checkpoint_bytes(weights: Path, keep: int) -> int:
-    return preflight.checkpoint_size_factor(keep) * sum(path.stat().st_size for path in weights.glob("*.safetensors"))
+    return device.choose_device(
+        requested, train.workers, train.min_workers, max_gpus, device.can_use_gpus(), has_capacity
+    )
 
 
 def check_capacity(config: Config, device_type: str = "cpu") -> list[Problem]:
     """Return the problems that keep the workers or their data tasks from ever being placed on the cluster."""
     settings = config.deploy.cluster
     absent_labels = [
-        *cluster_capacity.find_unmatched_labels("cluster.labels", settings.labels),
-        *cluster_capacity.find_unmatched_labels("cluster.data_labels", settings.data_labels),
+        *capacity.find_unmatched_labels("cluster.labels", settings.labels),
+        *capacity.find_unmatched_labels("cluster.data_labels", settings.data_labels),
     ]
-    needs = cluster_capacity.resource_request_from_config(config, device_type)
+    needs = capacity.resource_request_from_config(config, device_type)
     return absent_labels or preflight.check_capacity(
-        config.recipe, needs, cluster_capacity.live_nodes(), cluster_capacity.autoscaler_limits()
+        config.recipe, needs, capacity.live_nodes(), capacity.autoscaler_limits()
+    )
+
+
+def resolve_strategy(
+    config: Config, selected_device: device.DeviceChoice, store: Store, model: Path
+) -> tuple[Config, dict[str, Any] | None]:
+    """Return the configuration with a strategy, and the fields of the `strategy` event (None if the strategy is
+    manual).
+
+    The layout of an elastic run fits the minimum number of workers too.
+
+    Raises:
+        ConfigError: no layout fits, or the memory of the nodes is unknown.
+    """
+    recipe, device_type = config.recipe, selected_device.device
+    if recipe.train.strategy == "manual":
+        return config, None
+    labels = config.deploy.cluster.labels
+    resources = [*capacity.nodes_with_labels(labels), *capacity.startable_node_types(labels).values()]
+    micro_batch_spec = _micro_batch_spec(config, selected_device, store)
+
+    def fit_strategy(workers: int) -> tuple[memory_estimate.LayoutChoice, dict[str, Any]]:
+        memory = memory_estimate.tightest_memory_limit(resources, device_type, workers)
+        if memory is None:
+            reason = f"the memory of the cluster's {capacity.WORKER_RESOURCE[device_type]}s is unknown"
+            fix = "write manual, with train.zero_stage or train.tensor_parallel_size"
+            raise ConfigError([Problem("train.strategy", "auto", reason, fix, code="unknown_memory")])
+        layouts = layout.iter_valid_layouts(recipe, model, workers)
+        memories = memory_estimate.memory_of_layouts(recipe, model, layouts, micro_batch_spec, workers, device_type)
+        choice = memory_estimate.first_fitting_layout(memories, memory)
+        return choice, {
+            "reason": choice.reason,
+            "settings": choice.layout.settings,
+            "workers": workers,
+            "used_bytes": round(memory.used_bytes(choice.worker_memory)),
+            "limit_bytes": round(memory.limit_bytes),
+        }
+
+    # The minimum has the largest shards; the maximum may share a node; a number that fills a node leaves the least
+    # memory.
+    max_workers = selected_device.workers
+    min_workers = recipe.train.min_workers or max_workers
+    slots_by_node = (capacity.count_worker_slots([node], device_type) for node in resources)
+    worker_counts = {min_workers, max_workers, *(min(max(slots, min_workers), max_workers) for slots in slots_by_node)}
+    choices = [fit_strategy(workers) for workers in sorted(worker_counts)]
+    merged_layout = layout.merge_layouts([choice.layout for choice, _ in choices])
+    fields = next((fields for choice, fields in choices if choice.layout == merged_layout), choices[-1][1])
+    resolved_config = configuration.with_overrides(config, {"train.strategy": "manual", **merged_layout.settings})
+    return resolved_config, fields | {"settings": merged_layout.settings}
+
+
+def _micro_batch_spec(
+    config: Config, selected_device: device.DeviceChoice, store: Store
+) -> memory_estimate.MicroBatchShape:
+    recipe, lengths = config.recipe, store.column("train", "length")
+    requested = recipe.train.precision
+    # On a GPU all formats but fp32 have the same size.
+    precision_format = (
+        "bf16" if selected_device.device == "gpu" and requested == "auto" else precision.local_precision(requested)
+    )
+    return memory_estimate.MicroBatchShape(
+        memory_estimate.largest_micro_batch(recipe, selected_device.device, int(lengths.max())),
+        precision_format,
+        max(1, len(store.manifest.labels)),
+        tokens_per_step=recipe.global_batch_size * float(lengths.mean()),
     )

@@ -18,12 +18,18 @@ from rtrain.config.recipe import STUDENTS_FOLDER as STUDENTS_FOLDER
 from rtrain.core import atomic_write, hub
 from rtrain.core.errors import ConfigError, Problem, UserError, suggest_path
 from rtrain.core.run_folder import Run
-from rtrain.data.sources import find
+from rtrain.data import sources
 
 Reuse = Literal["refuse", "resume", "new"]
 SETTINGS_KEY = "settings"
 """Key in decisions.json of the initial settings that change the weights."""
 BATCH_SIZE_SETTING, FREQUENCY_SETTING = "train.global_batch_size", "train.aggregation_frequency"
+DATASET_SETTINGS = (
+    *("data.path", "data.valid", "data.test"),
+    *("compress.unlabeled_rows_path", "distill.unlabeled_rows_path"),
+)
+MODEL_SETTINGS = ("model.name", "augment.paraphrase", "augment.back_translation_model")
+"""Settings that may name a repository of the hub."""
 AUTO_SETTINGS = ("model.pooling", "train.precision", "distill.teacher_layers")
 """Settings whose `auto` is resolved once for a run. `auto` in a resume changes nothing."""
 
@@ -40,7 +46,6 @@ def choose_folder(folder: Path, config: Config, reuse: Reuse) -> tuple[Path, Con
     """Return the folder and the configuration of a run. A used name is refused unless it is resumed or numbered.
 
     Nothing is written: `lock_new_run` creates the folder after all checks.
-
     """
     run = Run(folder)
     run_exists = run.exists
@@ -70,43 +75,33 @@ def resolve_paths(config: Config, resumed_run: Path | None = None) -> Config:
     """Make paths absolute, since rtrain changes the current folder before it starts Ray, and pin hub names to commits.
 
     A resumed run keeps the commits of its stored configuration.
-
     """
-    recipe = config.recipe
-    paths: dict[str, object] = {
-        f"data.{name}": _absolute_path(value)
-        for name, value in (("path", recipe.data.path), ("valid", recipe.data.valid), ("test", recipe.data.test))
+    values, data_format = configuration.flatten_config(config), config.recipe.data.format
+    paths: dict[str, object] = {}
+    for field in ("data.path", "data.valid", "data.test"):
+        value = values[field]
         # URLs are skipped first: a presigned one is longer than a file name may be, and `exists` would fail.
-        if value is not None
-        and "://" not in value
-        and not find.is_hub_name(value, recipe.data.format)
-        and (Path(value).expanduser().exists() or any(sign in value for sign in "/*?["))
-    }
-    for section in ("compress", "distill"):
-        unlabeled_rows_path = getattr(recipe, section).unlabeled_rows_path
-        if unlabeled_rows_path and not find.is_hub_name(unlabeled_rows_path, recipe.data.format):
-            paths[f"{section}.unlabeled_rows_path"] = _absolute_path(unlabeled_rows_path)
-    if recipe.distill.teachers:
-        paths["distill.teachers"] = [_absolute_path(run) for run in recipe.distill.teachers]
+        if value is None or "://" in value or sources.is_hub_name(value, data_format):
+            continue
+        if Path(value).expanduser().exists() or any(sign in value for sign in "/*?["):
+            paths[field] = _absolute_path(value)
+    for field in ("compress.unlabeled_rows_path", "distill.unlabeled_rows_path"):
+        if values[field] and not sources.is_hub_name(values[field], data_format):
+            paths[field] = _absolute_path(values[field])
+    for field in ("report.tensorboard_dir", "cluster.storage"):
+        if values[field] is not None:
+            paths[field] = _absolute_path(values[field])
+    for field in (*MODEL_SETTINGS, "distill.student"):
+        if values[field] and Path(values[field]).expanduser().is_dir():
+            paths[field] = _absolute_path(values[field])
+    if config.recipe.distill.teachers:
+        paths["distill.teachers"] = [_absolute_path(run) for run in config.recipe.distill.teachers]
+    if config.deploy.cluster.prices is not None:
+        paths |= _price_settings(config, _absolute_path(config.deploy.cluster.prices))
     if resumed_run is None:
         paths |= {field: _pin_commit(kind, name) for field, (kind, name) in hub_names(config).items()}
     elif Run(resumed_run).exists:
         paths |= _keep_hub_commits(configuration.load_config(str(Run(resumed_run).config)), config)
-    if config.deploy.report.tensorboard_dir is not None:
-        paths["report.tensorboard_dir"] = _absolute_path(config.deploy.report.tensorboard_dir)
-    if config.deploy.cluster.prices is not None:
-        paths |= _price_settings(config, _absolute_path(config.deploy.cluster.prices))
-    if config.deploy.cluster.storage is not None:
-        paths["cluster.storage"] = _absolute_path(config.deploy.cluster.storage)
-    models = {
-        "model.name": recipe.model.name,
-        "distill.student": recipe.distill.student,
-        "augment.paraphrase": recipe.augment.paraphrase,
-        "augment.back_translation_model": recipe.augment.back_translation_model,
-    }
-    paths |= {
-        field: _absolute_path(name) for field, name in models.items() if name and Path(name).expanduser().is_dir()
-    }
     return replace(configuration.with_overrides(config, paths), explicit_settings=config.explicit_settings)
 
 
@@ -155,7 +150,6 @@ def lock_new_run(run: Run, reuse: Reuse) -> Iterator[Run]:
 
     Hours may have passed since `choose_folder`, while the rows were read. If another command has created the run
     meanwhile, it is refused; with reuse `new` the next free number is used.
-
     """
     while True:
         run.folder.mkdir(parents=True, exist_ok=True)
@@ -184,7 +178,6 @@ def lock(run: Run) -> Iterator[None]:
 
     The kernel releases the lock (flock) however the process ends. Between machines it needs shared storage with locks
     (NFS version 4).
-
     """
     with run.lock.open("a+") as file:
         try:
@@ -207,27 +200,14 @@ def lock(run: Run) -> Iterator[None]:
 
 def hub_names(config: Config) -> dict[str, tuple[hub.RepoType, str]]:
     """Return (kind, name) of the settings that name a hub repository, by setting."""
-    recipe, data = config.recipe, config.recipe.data
-    rows = {
-        "data.path": data.path,
-        "data.valid": data.valid,
-        "data.test": data.test,
-        "compress.unlabeled_rows_path": recipe.compress.unlabeled_rows_path,
-        "distill.unlabeled_rows_path": recipe.distill.unlabeled_rows_path,
-    }
-    models = {
-        "model.name": recipe.model.name,
-        "augment.paraphrase": recipe.augment.paraphrase,
-        "augment.back_translation_model": recipe.augment.back_translation_model,
-    }
-    return {
-        **{field: ("dataset", name) for field, name in rows.items() if name and find.is_hub_name(name, data.format)},
-        **{
-            field: ("model", name)
-            for field, name in models.items()
-            if name and name != hub.PACKAGED_MODEL and hub.is_hub_name(name)
-        },
-    }
+    values, names = configuration.flatten_config(config), dict[str, tuple[hub.RepoType, str]]()
+    for field in DATASET_SETTINGS:
+        if values[field] and sources.is_hub_name(values[field], config.recipe.data.format):
+            names[field] = "dataset", values[field]
+    for field in MODEL_SETTINGS:
+        if values[field] and values[field] != hub.PACKAGED_MODEL and hub.is_hub_name(values[field]):
+            names[field] = "model", values[field]
+    return names
 
 
 def _pin_commit(kind: hub.RepoType, name: str) -> str:
@@ -267,36 +247,30 @@ def resume_overrides(run: Run, settings: Mapping[str, Any]) -> dict[str, Any]:
 def _resume_config(folder: Path, new_config: Config) -> Config:
     """Return the stored configuration with the settings of `new_config`. Raises `ConfigError` for changes of weight
     settings."""
-    old_config = load_config(folder)
-    _refuse_edited_config(Run(folder), configuration.load_config(str(Run(folder).config)).recipe)
-    new_config = replace(
-        configuration.with_overrides(new_config, _keep_hub_commits(old_config, new_config)),
-        explicit_settings=new_config.explicit_settings,
-    )
-    named_settings = {
-        name: value
-        for name, value in configuration.flatten_config(new_config).items()
-        if name in new_config.explicit_settings
-    }
-    overrides = resume_overrides(Run(folder), named_settings)
+    run, old_config, explicit_settings = Run(folder), load_config(folder), new_config.explicit_settings
+    _refuse_edited_config(run, configuration.load_config(str(run.config)).recipe)
+    new_config = configuration.with_overrides(new_config, _keep_hub_commits(old_config, new_config))
+    new_settings = configuration.flatten_config(new_config)
+    overrides = resume_overrides(run, {name: new_settings[name] for name in new_settings if name in explicit_settings})
     # If neither is set, the stored values stay: another number of workers must not change the rows of a step.
-    if any(overrides.get(name) is not None for name in (BATCH_SIZE_SETTING, FREQUENCY_SETTING)):
-        overrides = {BATCH_SIZE_SETTING: None, FREQUENCY_SETTING: None, **overrides}
-    else:
-        overrides = {
-            name: value for name, value in overrides.items() if name not in (BATCH_SIZE_SETTING, FREQUENCY_SETTING)
-        }
-    recipe_document = configuration.to_document(old_config)
+    size_settings = {BATCH_SIZE_SETTING: overrides.pop(BATCH_SIZE_SETTING, None)}
+    size_settings[FREQUENCY_SETTING] = overrides.pop(FREQUENCY_SETTING, None)
+    if any(value is not None for value in size_settings.values()):
+        overrides |= size_settings
+    _refuse_changed_weights(folder, old_config, overrides)
+    overrides |= {BATCH_SIZE_SETTING: old_config.recipe.global_batch_size, FREQUENCY_SETTING: None}
+    return replace(configuration.with_overrides(old_config, overrides), explicit_settings=explicit_settings)
+
+
+def _refuse_changed_weights(folder: Path, old_config: Config, overrides: Mapping[str, Any]) -> None:
+    document = configuration.to_document(old_config)
     for name, value in overrides.items():
-        configuration.set_setting(recipe_document, name, value)
-    recipe = Recipe.model_validate({name: recipe_document[name] for name in configuration.RECIPE_FIELDS})
-    old_weights, new_weights = (
-        configuration.flatten_document(match.weight_settings()) for match in (old_config.recipe, recipe)
-    )
-    old_values, new_values = (
-        {**configuration.flatten_config(old_config), **old_weights},
-        {**configuration.flatten_document(recipe_document), **new_weights},
-    )
+        configuration.set_setting(document, name, value)
+    recipe = Recipe.model_validate({name: document[name] for name in configuration.RECIPE_FIELDS})
+    old_weights = configuration.flatten_document(old_config.recipe.weight_settings())
+    new_weights = configuration.flatten_document(recipe.weight_settings())
+    old_values = {**configuration.flatten_config(old_config), **old_weights}
+    new_values = {**configuration.flatten_document(document), **new_weights}
     changed_settings = [
         name
         for name in old_values
@@ -305,24 +279,16 @@ def _resume_config(folder: Path, new_config: Config) -> Config:
     if recipe.name != old_config.recipe.name:  # it changes no weight, but another run was meant
         changed_settings.insert(0, "name")
     if changed_settings:
-        fixes = {
-            BATCH_SIZE_SETTING: f"set {BATCH_SIZE_SETTING}={old_values.get(BATCH_SIZE_SETTING)} and "
-            f"{FREQUENCY_SETTING}=null, or start another run"
-        }
+        size_fix = f"set {BATCH_SIZE_SETTING}={old_values.get(BATCH_SIZE_SETTING)} and {FREQUENCY_SETTING}=null"
+        fixes = {BATCH_SIZE_SETTING: f"{size_fix}, or start another run"}
         problems = [
-            Problem(
-                name,
-                new_values[name],
-                f"the run was started with {old_values[name]!r}",
-                fixes.get(name, "leave it out, or start another run"),
-                code="changed_setting",
+            _changed_problem(
+                name, new_values[name], old_values[name], fixes.get(name, "leave it out, or start another run")
             )
             for name in changed_settings
         ]
         hint = f"The same command with --new in place of --resume starts another run, {_next_free_folder(folder).name}."
         raise ConfigError(problems, hint)
-    overrides |= {BATCH_SIZE_SETTING: old_config.recipe.global_batch_size, FREQUENCY_SETTING: None}
-    return replace(configuration.with_overrides(old_config, overrides), explicit_settings=new_config.explicit_settings)
 
 
 def _refuse_edited_config(run: Run, recipe: Recipe) -> None:
@@ -331,18 +297,16 @@ def _refuse_edited_config(run: Run, recipe: Recipe) -> None:
     current_weights = configuration.flatten_document(recipe.weight_settings())
     fix = f"put it back in {run.config}, or start another run from that file with --new"
     problems = [
-        Problem(
-            name,
-            current_weights.get(name),
-            f"the run was started with {stored_weights.get(name)!r}",
-            fix,
-            code="changed_setting",
-        )
+        _changed_problem(name, current_weights.get(name), stored_weights.get(name), fix)
         for name in sorted(stored_weights.keys() | current_weights.keys() if stored_weights else ())
         if stored_weights.get(name) != current_weights.get(name)
     ]
     if problems:
         raise ConfigError(problems)
+
+
+def _changed_problem(name: str, value: Any, first_value: Any, fix: str) -> Problem:
+    return Problem(name, value, f"the run was started with {first_value!r}", fix, code="changed_setting")
 
 
 def _refuse_without_checkpoints(run: Run, config: Config) -> None:

@@ -5,7 +5,6 @@
 
 The rows are tokenized by the full tokenizer first (often into a store that a teacher's run has built), then by the
 trimmed one.
-
 """
 
 from collections import Counter
@@ -36,7 +35,6 @@ def trim_model(recipe: Recipe, source: row_reader.DataSource, weights: Path, roo
     """Return the folder of the model to train: `weights`, or its trimmed copy under `root` by `compress.vocabulary`.
 
     It is `weights` if every token is needed. Ray is needed only if the rows were not tokenized before.
-
     """
     if recipe.compress.vocabulary == "keep":
         return weights
@@ -97,35 +95,24 @@ def count_text_ids(source: row_reader.DataSource, recipe: Recipe, weights: Path)
     return vocab_trimming.count_tokens(tokenizer, (text for row in rows for text in (row.text, row.pair) if text))
 
 
-def event_fields(
-    run: Run, recipe: Recipe, source: row_reader.DataSource, full_weights: Path, weights: Path, store: Store, root: Path
-) -> dict[str, Any]:
+def event_fields(recipe: Recipe, full_store: Store, store: Store, weights: Path) -> dict[str, Any]:
     """Return the fields of the `vocabulary` event: sizes, rows with changed tokens by split (`count_changed_rows`), and
-    the model's folder. The rows are counted once for a run."""
-    if logged_fields := vocabulary_lineage(run):
-        return {**logged_fields[VOCABULARY_EVENT], "model": str(weights)}
+    the model's folder. `full_store`: the labeled rows with all tokens."""
     trimmed_vocabulary = vocab_trimming.read_trimmed(weights)
     assert trimmed_vocabulary is not None  # by `trim_model`
-    full_store, _ = builder.build_or_open(recipe, unlabeled.split_source(source)[0], full_weights, root)
     ids = vocab_trimming.original_ids(trimmed_vocabulary.kept_ids)
     changed_rows = {
         split: count_changed_rows(full_store, store, split, ids) for split in SPLITS if store.num_rows(split)
     }
     max_size = {} if recipe.compress.max_vocab_size is None else {"max_size": recipe.compress.max_vocab_size}
-    return {
-        "size": len(ids),
-        "original_size": trimmed_vocabulary.original_size,
-        "changed_rows": changed_rows,
-        **max_size,
-        "model": str(weights),
-    }
+    sizes = {"size": len(ids), "original_size": trimmed_vocabulary.original_size}
+    return {**sizes, "changed_rows": changed_rows, **max_size, "model": str(weights)}
 
 
 def count_changed_rows(old_store: Store, new_store: Store, split: str, ids: Ints) -> int:
     """Count the rows of a split whose tokens differ in `new_store`. `ids` maps its ids to those of `old_store`.
 
     A packed block without a counterpart counts too.
-
     """
     old_row_ids, new_row_ids = (
         store.column(split, "row_id")[: store.num_labeled(split)] for store in (old_store, new_store)
@@ -133,10 +120,8 @@ def count_changed_rows(old_store: Store, new_store: Store, split: str, ids: Ints
     _, old_positions, new_positions = np.intersect1d(old_row_ids, new_row_ids, assume_unique=True, return_indices=True)
     count = len(new_row_ids) - len(new_positions)
     for block_start in range(0, len(new_positions), BLOCK_ROWS):
-        old_tokens, new_tokens = (
-            old_store.read_tokens(split, old_positions[block_start : block_start + BLOCK_ROWS]),
-            new_store.read_tokens(split, new_positions[block_start : block_start + BLOCK_ROWS]),
-        )
+        old_tokens = old_store.read_tokens(split, old_positions[block_start : block_start + BLOCK_ROWS])
+        new_tokens = new_store.read_tokens(split, new_positions[block_start : block_start + BLOCK_ROWS])
         ends = [np.concatenate([[0], np.cumsum(tokens.row_lengths)]) for tokens in (old_tokens, new_tokens)]
         pairs = zip(np.split(old_tokens.ids, ends[0][1:-1]), np.split(ids[new_tokens.ids], ends[1][1:-1]), strict=True)
         count += sum(not np.array_equal(left, right) for left, right in pairs)

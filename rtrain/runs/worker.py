@@ -1,9 +1,11 @@
-"""The train function of each Ray Train worker: build the model, train, and (rank 0) write the artifact."""
+"""What one worker of an attempt does: build the model, train, and (rank 0) write predictions, scores and the artifact.
+
+Decisions are made once for a run: rank 0 reads or makes them and broadcasts them. Other ranks may not see a file that
+was just written to a mounted folder, so they do not read it.
+"""
 
 import contextlib
 import os
-import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,41 +13,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rtrain.checkpoint import remote_copy
-from rtrain.cluster import capacity
-from rtrain.config import Config, ModelConfig, Recipe
-from rtrain.core import engines, env
-from rtrain.core.errors import UserError
-from rtrain.core.ragged import Head, RaggedArray, TokenBatch
+from rtrain.cluster import data_tasks
+from rtrain.config import Config, ModelConfig
+from rtrain.core import env
+from rtrain.core.errors import ConfigError, UserError
+from rtrain.core.ragged import Head, RaggedArray
 from rtrain.core.run_folder import Run
 from rtrain.data import stream as data_stream
 from rtrain.data.order import RowOrder
 from rtrain.data.store.store import Store, open_store
-from rtrain.inference import artifact, drift_baseline, predictor
+from rtrain.inference import artifact
 from rtrain.metrics import per_class, scores
 from rtrain.metrics.registry import get_metric
-from rtrain.models import (
-    auxiliary_params,
-    builder,
-    local_attention,
-    pooling,
-    precision as formats,
-    sentence_transformers_format,
-    tokenizer_files,
-    unpadded,
-    vocab_trimming,
-)
-from rtrain.parallel import collectives, dtensor_utils, factory as strategies, layout
+from rtrain.models import builder, model_files, pooling, precision as formats, unpadded, vocab_trimming
+from rtrain.models.device import choose_worker_device
+from rtrain.parallel import collectives, dtensor_utils, gradient_noise, layout
+from rtrain.parallel.base import Strategy
 from rtrain.parallel.watchdog import Watchdog
-from rtrain.planning import memory_trace
-from rtrain.report import cost
-from rtrain.runs import decisions, node_info, predictions, recovery, stop_request, trim_vocabulary, untokenized_text
+from rtrain.planning import memory_estimate
+from rtrain.report import summary
+from rtrain.runs import export, nodes, predictions, recovery, stop_request
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer, resolve_window_spec
-from rtrain.trainer import batch_size, evaluate, feature_distillation, load_balancing, losses, trainer
+from rtrain.trainer import batch_size, evaluate, losses, trainer
 
 if TYPE_CHECKING:
     import torch
     import transformers
+
+MICRO_BATCH_TOKENS_KEY = "max_tokens_per_micro_batch"
+"""Key of the decision in decisions.json."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class WorkerArgs:
     is_rung: bool = False
     """Keep the predictions for the validation rows at `end_step`."""
     head_machine: Mapping[str, Any] | None = None
-    """The head's machine (`node_info.describe_head`), which is billed too."""
+    """The head's machine (`nodes.describe_head`), which is billed too."""
     owner_tokens: tuple[str, ...] = ()
     """Tokens of the commands that trained the run folder, this one's last; see `rtrain.checkpoint.remote_copy`."""
     halvings: int = 0
@@ -90,279 +87,277 @@ class _TrainReporter:
         return self.stop_poller.is_requested
 
 
+@dataclass(frozen=True)
+class _Worker:
+    """A worker of an attempt: its place in the group, and its device."""
+
+    args: WorkerArgs
+    run: Run
+    rank: int
+    world_size: int
+    watchdog: Watchdog
+    reporter: _TrainReporter
+    device: "torch.device"
+
+    @property
+    def is_model_parallel(self) -> bool:
+        return layout.is_model_parallel(self.args.config.recipe.train, self.world_size)
+
+
 def run_worker(worker_args: WorkerArgs) -> None:
     """The train function of `controller.fit`, on every worker: set up, train, finish."""
-    clock = trainer.Clock()
+    clock, recipe, deploy = trainer.Clock(), worker_args.config.recipe, worker_args.config.deploy
     data_stream.warm_up()
-    with env.trim_malloc(layout.should_trim_malloc(worker_args.config.recipe.train)):
+    with env.trim_malloc(layout.should_trim_malloc(recipe.train)):
         with clock.section("setup"):
-            worker = _Worker(worker_args)
-            stream_batches = worker.make_batch_stream()
-        with worker.reporter.stop_poller if collectives.is_rank_zero() else contextlib.nullcontext():
-            outcome = trainer.train(worker.context, worker.strategy, stream_batches, worker.reporter, clock)
+            worker = _join_attempt(worker_args)
+            run, watchdog, reporter = worker.run, worker.watchdog, worker.reporter
+            store, task = open_store(worker_args.store), base.get_task(recipe.task)
+            network = _build_network(worker, store, task)
+            if worker.rank == 0 and not worker_args.is_rung and run.last_event("tokenizer") is None:
+                _compare_tokenizers(worker)
+            precision = decide_precision(watchdog, worker.device, run, recipe.train.precision)
+            formats.to_fp64_(network, precision)
+            context = _make_context(worker, store, task, network, precision)
+            # Measured before the strategy is built, whose hooks must only see the micro-batches of steps.
+            fitting_tokens = _measure_fitting_tokens(worker, context, network)
+            speeds = measure_speeds(worker, context, network)
+            strategy = layout.build_strategy(network, recipe.train, watchdog, reporter.event, device=worker.device)
+            if worker.is_model_parallel:
+                builder.select_attention(network, training=True)
+            reporter.event(
+                summary.MACHINES_EVENT,
+                machines=nodes.event_fields(dtensor_utils.module_device(network), recipe.train.gpus_per_worker),
+                head=worker_args.head_machine,
+                price=deploy.tune.worker_cost_per_hour,
+            )
+            interval, measures_noise = decide_noise_measurement(watchdog, run, strategy.supports_noise_scale)
+            context = replace(context, random_step_interval=interval, measures_noise=measures_noise)
+            max_tokens = _choose_micro_batch_tokens(worker, context, strategy, fitting_tokens)
+            stream_spec = data_stream.StreamSpec(
+                store.folder,
+                context.order,
+                strategy.num_replicas,
+                strategy.replica_rank,
+                # Without padding, tokens alone limit a micro-batch.
+                None if unpadded.is_packed(network) else recipe.train.micro_batch_size,
+                max_tokens,
+                recipe.teacher_logits_key,
+                data_tasks.cpus_per_data_task(deploy.cluster.data_cpus, strategy.num_workers),
+                deploy.cluster.data_labels,
+                interval,
+                speeds,
+            )
+        with reporter.stop_poller if worker.rank == 0 else contextlib.nullcontext():
+            outcome = trainer.train(context, strategy, partial(_stream_batches, reporter, stream_spec), reporter, clock)
         if outcome.is_finished:
-            worker.finish(outcome)
-        worker.watchdog.stop()
+            _finish(worker, context, strategy, network, outcome)
+        watchdog.stop()
 
 
-class _Worker:
-    """A worker of an attempt: its network on its device, its strategy and its training context."""
-
-    def __init__(self, worker_args: WorkerArgs):
-        import ray.train
-        import torch
-
-        ray_context = ray.train.get_context()
-        available = max(1, env.available_cores() // ray_context.get_local_world_size())
-        torch.set_num_threads(available)
-        recipe, self._args, self._source = worker_args.config.recipe, worker_args, worker_args.model
-        self._run, self._rank, self._world = (
-            Run(worker_args.run),
-            ray_context.get_world_rank(),
-            ray_context.get_world_size(),
-        )
-        if not worker_args.run.is_dir():  # on a node that joined after the driver's checks
-            raise UserError(
-                f"--out: {worker_args.run} does not exist on {os.uname().nodename}; name a folder on storage "
-                "that "
-                "every node mounts",
-                code="not_shared",
-            )
-        self.watchdog = Watchdog(self._run.hang_traceback(self._rank), worker_args.config.deploy.cluster.hang_timeout_s)
-        self.reporter = _TrainReporter(self._run, self._rank)
-        store, task = open_store(worker_args.store), base.get_task(recipe.task)
-        self._device = _worker_device(recipe.train.gpus_per_worker)
-        if self._device.type == "cpu":
-            torch.set_num_threads(decisions.decide_threads(self.watchdog, self._run, available))
-        self._is_model_parallel = strategies.is_model_parallel(recipe.train, self._world)
-        self.network = self._build_network(store, task)
-        if self._rank == 0 and not worker_args.is_rung and self._run.last_event("tokenizer") is None:
-            self._compare_tokenizers()
-        precision = decisions.decide_precision(self.watchdog, self._device, self._run, recipe.train.precision)
-        formats.to_fp64_(self.network, precision)
-        feature_loss = self._build_feature_loss(task, precision)
-        loss = losses.make_loss(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, feature_loss)
-        self._fitting_tokens = self._measure_fitting_tokens(store, task, loss, precision)
-        self._speeds = self._measure_speeds(store, task, loss, precision)
-        self.strategy = strategies.build_strategy(
-            *(self.network, recipe.train, self.watchdog, self.reporter.event),
-            device=self._device,
-        )
-        if self._is_model_parallel:
-            builder.select_attention(self.network, training=True)
-        self.reporter.event(
-            cost.MACHINES_EVENT,
-            machines=node_info.event_fields(dtensor_utils.module_device(self.network), recipe.train.gpus_per_worker),
-            head=worker_args.head_machine,
-            price=worker_args.config.deploy.tune.worker_cost_per_hour,
-        )
-        order = RowOrder(
-            store.manifest.digest,
-            store.num_rows("train"),
-            recipe.global_batch_size,
-            recipe.train.epochs,
-            recipe.train.seed,
-        )
-        random_step_interval, measures_noise = decisions.decide_noise_measurement(
-            self.watchdog, self._run, self.strategy.supports_noise_scale
-        )
-        self.context = trainer.TrainingContext(
-            recipe=recipe,
-            run=self._run,
-            store=store,
-            task=task,
-            loss=loss,
-            order=order,
-            pad_id=builder.pad_id(self._source),
-            precision=precision,
-            end_step=min(worker_args.end_step or order.num_steps, order.num_steps),
-            is_rung=worker_args.is_rung,
-            remote_copy=remote_copy.make_remote_copy(
-                worker_args.config.deploy.cluster, worker_args.run, worker_args.owner_tokens
-            ),
-            random_step_interval=random_step_interval,
-            measures_noise=measures_noise,
-            profile_path=self._run.profile(self._rank) if worker_args.profile else None,
-        )
-
-    def _compare_tokenizers(self) -> None:
-        with self.watchdog.extended_timeout():
-            differing_texts = tokenizer_files.find_differing_texts(self._source)
-        if differing_texts:
-            text_count = len(tokenizer_files.PROBE_TEXTS)
-            self.reporter.event("tokenizer", model=str(self._source), differing=differing_texts, texts=text_count)
-
-    def _build_network(self, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
-        recipe, labels = self._args.config.recipe, store.manifest.labels
-        build = self.watchdog.extended_timeout()(
-            lambda: builder.build_network(self._source, task, labels, recipe.train.seed, recipe.model)
-        )
-        network = collectives.run_on_all_ranks(self.watchdog, build)
-        if recipe.train.gradient_checkpointing:
-            builder.enable_activation_checkpointing(network)
-        if not self._is_model_parallel:  # otherwise it is sharded in place: no GPU needs memory for all of it
-            builder.move_to_device(network, self._device)
-        return network
-
-    def _build_feature_loss(
-        self, task: base.Task, precision: str
-    ) -> feature_distillation.FeatureDistillationLoss | None:
-        """Return the loss on the teacher's features, which needs the teacher on this worker; None if it is off."""
-        distill, folder = self._args.config.recipe.distill, self._args.teacher
-        if not feature_distillation.is_enabled(distill):
-            return None
-        if folder is None:
-            raise UserError(
-                "distill.relation_loss_weight and distill.hidden_loss_weight need the teacher: train this "
-                "student "
-                "with `rtrain distill` and the teacher's run",
-                code="missing",
-            )
-        teacher_artifact, trimmed_vocabulary = (
-            artifact.read_artifact(folder, verify=False),
-            vocab_trimming.read_trimmed(self._source),
-        )
-        teacher_model_config = ModelConfig(pooling=teacher_artifact.facts.get(pooling.FACT, "own"))
-        build = self.watchdog.extended_timeout()(
-            lambda: builder.build_network(folder, task, teacher_artifact.labels, 0, teacher_model_config)
-        )
-        teacher = collectives.run_on_all_ranks(self.watchdog, build)
-        builder.move_to_device(teacher, self._device)
-        teacher.requires_grad_(False).eval()
-        formats.to_fp64_(teacher, precision)
-        ids = None if trimmed_vocabulary is None else vocab_trimming.original_ids(trimmed_vocabulary.kept_ids)
-        return feature_distillation.FeatureDistillationLoss(
-            self.network, teacher, distill, builder.pad_id(folder), precision, ids
-        )
-
-    def _measure_fitting_tokens(
-        self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str
-    ) -> int | None:
-        """Return the tokens of a micro-batch that fits on this worker's GPU; None on a CPU, with model parallelism, or
-        if the recipe sets them.
-
-        Measured before the strategy is built, whose hooks must only see the micro-batches of steps.
-
-        """
-        recipe = self._args.config.recipe
-        if self._device.type == "cpu" or self._is_model_parallel or recipe.train.max_tokens_per_micro_batch:
-            return None
-        if decided_tokens := decisions.load_micro_batch_tokens(self.watchdog, self._run):
-            return decided_tokens
-
-        def make_batch(tokens: int) -> TokenBatch:
-            return batch_size.longest_rows(store, task, tokens, recipe.teacher_logits_key)
-
-        max_length = int(store.column("train", "length").max())
-        probe_sizes = memory_trace.initial_probe_sizes(self.network, self._source, task, recipe, max_length, precision)
-        return batch_size.probe(self.network, loss, make_batch, builder.pad_id(self._source), precision, probe_sizes)
-
-    def _measure_speeds(self, store: Store, task: base.Task, loss: losses.RunLoss, precision: str) -> tuple[float, ...]:
-        """Return the speeds of all ranks for load balancing, measured before the strategy is built."""
-        recipe = self._args.config.recipe
-        if recipe.train.load_balancing == "off" or self._world == 1:
-            return ()
-        tokens = batch_size.longest_rows(store, task, batch_size.CPU_TOKENS, recipe.teacher_logits_key)
-        measure_seconds = partial(
-            load_balancing.time_micro_batches, self.network, loss, tokens, builder.pad_id(self._source), precision
-        )
-        return decisions.decide_speeds(self.watchdog, self._run, measure_seconds)
-
-    def make_batch_stream(self) -> trainer.BatchSource:
-        """Return the source of this rank's rows, in micro-batches that fit on its device."""
-        worker_args, train = self._args, self.context.recipe.train
-        # Without padding, tokens alone limit a micro-batch.
-        max_rows = None if unpadded.is_packed(self.network) else train.micro_batch_size
-        default_tokens = (
-            batch_size.MODEL_PARALLEL_TOKENS
-            if self._device.type != "cpu" and self._is_model_parallel
-            else batch_size.CPU_TOKENS
-        )
-        fitting_tokens = decisions.decide_micro_batch_tokens(self.watchdog, self._run, self._fitting_tokens)
-        requested_tokens = train.max_tokens_per_micro_batch or self._cap_tokens(fitting_tokens or default_tokens)
-        max_tokens = recovery.halve_micro_batch_tokens(requested_tokens, worker_args.halvings)
-        if self._rank == 0 and max_tokens < requested_tokens:
-            self._run.append_event("micro_batch_shrunk", tokens=max_tokens)
-        teacher_answers = self.context.recipe.teacher_logits_key
-        stream_spec = data_stream.StreamSpec(
-            self.context.store.folder,
-            self.context.order,
-            *(self.strategy.num_replicas, self.strategy.replica_rank, max_rows, max_tokens, teacher_answers),
-            random_step_interval=self.context.random_step_interval,
-            worker_speeds=self._speeds,
-            task_cpus=capacity.cpus_per_data_task(
-                worker_args.config.deploy.cluster.data_cpus, self.strategy.num_workers
-            ),
-            node_labels=worker_args.config.deploy.cluster.data_labels,
-        )
-        return lambda first, last: self._log_first_batch(data_stream.stream_batches(stream_spec, first, last))
-
-    def _cap_tokens(self, max_tokens: int) -> int:
-        """Return the tokens of a micro-batch so that a step has enough micro-batches for the pipeline of a replica."""
-        context, manifest = self.context, self.context.store.manifest
-        tokens_per_step = (
-            manifest.tokens["train"] / max(1, context.store.num_rows("train")) * context.recipe.global_batch_size
-        )
-        return batch_size.cap_for_pipeline(
-            max_tokens, tokens_per_step / self.strategy.num_replicas, self.strategy.min_micro_batches
-        )
-
-    def _log_first_batch(self, stream: Iterator[data_stream.WorkerBatch]) -> Iterator[data_stream.WorkerBatch]:
-        """Yield the same batches; log an event at the first one, seconds before the first loss."""
-        for number, worker_batch in enumerate(stream):
-            if number == 0:
-                self.reporter.event("first_rows")
-            yield worker_batch
-
-    def finish(self, outcome: trainer.TrainingResult) -> None:
-        """After the last step: rank 0 writes predictions, scores and the artifact."""
-        self.reporter.event("writing")
-        context, row_results = self.context, dict(outcome.row_results)
-        if context.has_validation_rows and "valid" not in row_results:  # the best weights are from an earlier attempt
-            row_results["valid"] = evaluate.gather_row_results(
-                self.strategy, context.task, context.store, "valid", pad_id=context.pad_id, precision=context.precision
-            )
-
-        with self.watchdog.extended_timeout():
-            weights = formats.as_fp32(dict(self.strategy.gather_full_tensors(self.network.state_dict())))
-
-        @self.watchdog.extended_timeout()
-        def write_artifact() -> None:
-            if self._rank == 0:
-                calibrated_context, calibrated_outcome = _calibrate(context, outcome, row_results)
-                _write_predictions(calibrated_context, self._source, row_results, self.watchdog.heartbeat)
-                self.watchdog.heartbeat()
-                formats.to_fp32_(self.network)
-                export_artifact(
-                    self.network,
-                    self._source,
-                    calibrated_context,
-                    calibrated_outcome,
-                    row_results.get("valid"),
-                    weights=weights,
-                )
-                self.watchdog.heartbeat()
-                untokenized_text.measure_running_text(context.run, context.task, context.store)
-
-        collectives.run_on_all_ranks(
-            self.watchdog, write_artifact
-        )  # a rank that leaves would end the run before the artifact is written
-
-
-def _worker_device(gpu_share: float) -> "torch.device":
-    """Return the GPU that Ray assigned to this worker, limited to its share of memory; otherwise the CPU. Unassigned
-    GPUs are not used, and fake GPUs cannot compute."""
-    import ray
+def _join_attempt(worker_args: WorkerArgs) -> _Worker:
     import ray.train.torch
     import torch
 
-    has_gpu = ray.get_gpu_ids() and not env.uses_fake_gpus()
-    if not has_gpu:
-        return torch.device("cpu")
-    device = ray.train.torch.get_device()
-    if gpu_share < 1:
-        torch.cuda.set_per_process_memory_fraction(gpu_share, device)
-    return device
+    ray_context, recipe = ray.train.get_context(), worker_args.config.recipe
+    available_threads = max(1, env.available_cores() // ray_context.get_local_world_size())
+    torch.set_num_threads(available_threads)
+    run, rank = Run(worker_args.run), ray_context.get_world_rank()
+    if not run.folder.is_dir():  # on a node that joined after the driver's checks
+        raise UserError(
+            f"--out: {run} does not exist on {os.uname().nodename}; name a folder on storage that every node mounts",
+            code="not_shared",
+        )
+    watchdog = Watchdog(run.hang_traceback(rank), worker_args.config.deploy.cluster.hang_timeout_s)
+    device = choose_worker_device(ray.get_gpu_ids(), ray.train.torch.get_device, recipe.train.gpus_per_worker)
+    if device.type == "cpu":
+        torch.set_num_threads(decide_threads(watchdog, run, available_threads))
+    reporter = _TrainReporter(run, rank)
+    return _Worker(worker_args, run, rank, ray_context.get_world_size(), watchdog, reporter, device)
+
+
+def _compare_tokenizers(worker: _Worker) -> None:
+    model = worker.args.model
+    with worker.watchdog.extended_timeout():
+        differing_texts = model_files.find_differing_texts(model)
+    if differing_texts:
+        text_count = len(model_files.PROBE_TEXTS)
+        worker.reporter.event("tokenizer", model=str(model), differing=differing_texts, texts=text_count)
+
+
+def _build_network(worker: _Worker, store: Store, task: base.Task) -> "transformers.PreTrainedModel":
+    recipe, labels = worker.args.config.recipe, store.manifest.labels
+    build = worker.watchdog.extended_timeout()(
+        lambda: builder.build_network(worker.args.model, task, labels, recipe.train.seed, recipe.model)
+    )
+    network = collectives.run_on_all_ranks(worker.watchdog, build)
+    if recipe.train.gradient_checkpointing:
+        builder.enable_activation_checkpointing(network)
+    if not worker.is_model_parallel:  # otherwise it is sharded in place: no GPU needs memory for all of it
+        builder.move_to_device(network, worker.device)
+    return network
+
+
+def _make_context(
+    worker: _Worker, store: Store, task: base.Task, network: "transformers.PreTrainedModel", precision: str
+) -> trainer.TrainingContext:
+    """Make the training context; only the strategy knows whether the gradient noise is measured."""
+    args, recipe = worker.args, worker.args.config.recipe
+    feature_loss = _build_feature_loss(worker, network, task, precision)
+    order = RowOrder(
+        *(store.manifest.digest, store.num_rows("train"), recipe.global_batch_size),
+        *(recipe.train.epochs, recipe.train.seed),
+    )
+    return trainer.TrainingContext(
+        recipe=recipe,
+        run=worker.run,
+        store=store,
+        task=task,
+        loss=losses.make_loss(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, feature_loss),
+        order=order,
+        pad_id=builder.pad_id(args.model),
+        precision=precision,
+        end_step=min(args.end_step or order.num_steps, order.num_steps),
+        is_rung=args.is_rung,
+        remote_copy=remote_copy.make_remote_copy(args.config.deploy.cluster, args.run, args.owner_tokens),
+        profile_path=worker.run.profile(worker.rank) if args.profile else None,
+    )
+
+
+def _build_feature_loss(
+    worker: _Worker, network: "transformers.PreTrainedModel", task: base.Task, precision: str
+) -> losses.FeatureDistillationLoss | None:
+    """Return the loss on the teacher's features, which needs the teacher on this worker; None if it is off."""
+    distill, folder = worker.args.config.recipe.distill, worker.args.teacher
+    if not losses.is_enabled(distill):
+        return None
+    if folder is None:
+        raise UserError(
+            "distill.relation_loss_weight and distill.hidden_loss_weight need the teacher: train this student with "
+            "`rtrain distill` and the teacher's run",
+            code="missing",
+        )
+    teacher_artifact = artifact.read_artifact(folder, verify=False)
+    model_config = ModelConfig(pooling=teacher_artifact.facts.get(pooling.FACT, "own"))
+    build = worker.watchdog.extended_timeout()(
+        lambda: builder.build_network(folder, task, teacher_artifact.labels, 0, model_config)
+    )
+    teacher = collectives.run_on_all_ranks(worker.watchdog, build)
+    builder.move_to_device(teacher, worker.device)
+    teacher.requires_grad_(False).eval()
+    formats.to_fp64_(teacher, precision)
+    trimmed = vocab_trimming.read_trimmed(worker.args.model)
+    ids = None if trimmed is None else vocab_trimming.original_ids(trimmed.kept_ids)
+    return losses.FeatureDistillationLoss(network, teacher, distill, builder.pad_id(folder), precision, ids)
+
+
+# ----------------------------------------------------------------------------------------------------- micro-batches
+
+
+def _measure_fitting_tokens(
+    worker: _Worker, context: trainer.TrainingContext, network: "transformers.PreTrainedModel"
+) -> int | None:
+    """Return the tokens of a micro-batch that fits on this worker's GPU; None on a CPU, with model parallelism, or if
+    the recipe sets them."""
+    recipe, store, task = context.recipe, context.store, context.task
+    if worker.device.type == "cpu" or worker.is_model_parallel or recipe.train.max_tokens_per_micro_batch:
+        return None
+    if decided_tokens := load_micro_batch_tokens(worker.watchdog, worker.run):
+        return decided_tokens
+    max_length = int(store.column("train", "length").max())
+    probe_sizes = memory_estimate.initial_probe_sizes(
+        network, worker.args.model, task, recipe, max_length, context.precision
+    )
+    return batch_size.probe(
+        network,
+        context.loss,
+        lambda tokens: batch_size.longest_rows(store, task, tokens, recipe.teacher_logits_key),
+        context.pad_id,
+        context.precision,
+        probe_sizes,
+    )
+
+
+def measure_speeds(
+    worker: _Worker, context: trainer.TrainingContext, network: "transformers.PreTrainedModel"
+) -> tuple[float, ...]:
+    """Return the speeds of all ranks for load balancing; empty without it."""
+    recipe = context.recipe
+    if recipe.train.load_balancing == "off" or worker.world_size == 1:
+        return ()
+    tokens = batch_size.longest_rows(context.store, context.task, batch_size.CPU_TOKENS, recipe.teacher_logits_key)
+    measure_seconds = partial(
+        batch_size.time_micro_batches, network, context.loss, tokens, context.pad_id, context.precision
+    )
+    return decide_speeds(worker.watchdog, worker.run, measure_seconds)
+
+
+def _choose_micro_batch_tokens(
+    worker: _Worker, context: trainer.TrainingContext, strategy: Strategy, fitting_tokens: int | None
+) -> int:
+    """Return the tokens of a micro-batch: of the recipe, else so many that they fit on every device and that a step
+    has enough micro-batches for the pipeline of a replica; halved for each attempt that ran out of memory."""
+    fitting_tokens = decide_micro_batch_tokens(worker.watchdog, worker.run, fitting_tokens)
+    requested_tokens = context.recipe.train.max_tokens_per_micro_batch
+    if not requested_tokens:
+        is_sharded_gpu = worker.device.type != "cpu" and worker.is_model_parallel
+        default_tokens = batch_size.MODEL_PARALLEL_TOKENS if is_sharded_gpu else batch_size.CPU_TOKENS
+        tokens_per_row = context.store.manifest.tokens["train"] / max(1, context.store.num_rows("train"))
+        requested_tokens = batch_size.cap_for_pipeline(
+            fitting_tokens or default_tokens,
+            tokens_per_row * context.recipe.global_batch_size / strategy.num_replicas,
+            strategy.min_micro_batches,
+        )
+    max_tokens = recovery.halve_micro_batch_tokens(requested_tokens, worker.args.halvings)
+    if worker.rank == 0 and max_tokens < requested_tokens:
+        worker.run.append_event("micro_batch_shrunk", tokens=max_tokens)
+    return max_tokens
+
+
+def _stream_batches(
+    reporter: _TrainReporter, stream_spec: data_stream.StreamSpec, first: int, last: int
+) -> Iterator[data_stream.WorkerBatch]:
+    """Yield the batches of this rank; log an event at the first one, seconds before the first loss."""
+    for number, worker_batch in enumerate(data_stream.stream_batches(stream_spec, first, last)):
+        if number == 0:
+            reporter.event("first_rows")
+        yield worker_batch
+
+
+# ------------------------------------------------------------------------------------------------------------- the end
+
+
+def _finish(
+    worker: _Worker,
+    context: trainer.TrainingContext,
+    strategy: Strategy,
+    network: "transformers.PreTrainedModel",
+    outcome: trainer.TrainingResult,
+) -> None:
+    """After the last step: rank 0 writes predictions, scores and the artifact."""
+    worker.reporter.event("writing")
+    row_results, heartbeat, source = dict(outcome.row_results), worker.watchdog.heartbeat, worker.args.model
+    if context.has_validation_rows and "valid" not in row_results:  # the best weights are from an earlier attempt
+        row_results["valid"] = evaluate.gather_row_results(
+            strategy, context.task, context.store, "valid", pad_id=context.pad_id, precision=context.precision
+        )
+    with worker.watchdog.extended_timeout():
+        weights = formats.as_fp32(dict(strategy.gather_full_tensors(network.state_dict())))
+
+    @worker.watchdog.extended_timeout()
+    def write_artifact() -> None:
+        if worker.rank:
+            return
+        calibrated, result = _calibrate(context, outcome, row_results)
+        _write_predictions(calibrated, source, row_results, heartbeat)
+        heartbeat()
+        formats.to_fp32_(network)
+        export.export_artifact(network, source, calibrated, result, row_results.get("valid"), weights=weights)
+        heartbeat()
+        export.measure_running_text(context.run, context.task, context.store)
+
+    # A rank that leaves would end the run before the artifact is written.
+    collectives.run_on_all_ranks(worker.watchdog, write_artifact)
 
 
 def _calibrate(
@@ -378,12 +373,11 @@ def _calibrate(
     if not calibration:
         return context, outcome
     head = Head(context.head.labels, {**context.head.facts, **calibration})
-    metric, best_step, scores_by_split = get_metric(context.task.output), outcome.best_step, {}
+    metric, scores_by_split = get_metric(context.task.output), {}
     for split, split_results in row_results.items():
         scores_by_split[split] = metric.main_scores(split_results, context.store.targets(split), head)
-        context.run.append_event(
-            "evaluated", split=split, step=best_step, scores=scores_by_split[split], calibration=calibration
-        )
+        fields = {"split": split, "step": outcome.best_step, "scores": scores_by_split[split]}
+        context.run.append_event("evaluated", **fields, calibration=calibration)
     return replace(context, selected_head=head), replace(outcome, scores=scores_by_split)
 
 
@@ -419,110 +413,91 @@ def _write_predictions(
             context.run.append_event("unseen", split=split, **unseen_scores)
 
 
-def export_artifact(
-    network: "transformers.PreTrainedModel",
-    source: Path,
-    context: trainer.TrainingContext,
-    outcome: trainer.TrainingResult,
-    validation_results: RaggedArray | None = None,
-    *,
-    weights: "Mapping[str, torch.Tensor]",
-) -> Path:
-    """Write the run's artifact from full `weights`, atomically through a hidden draft.
+# ----------------------------------------------------------------------------------------------------------- decisions
 
-    `validation_results`: results of the validation rows; the artifact keeps their histograms.
 
+def decide_precision(watchdog: Watchdog, device: "torch.device", run: Run, requested: str) -> str:
+    """Decide the precision by rank 0's device, once. Raises `ConfigError` on a rank whose device lacks the format."""
+    native_formats = formats.device_formats(device)
+    index = collectives.decide_on_rank_zero(
+        watchdog, lambda: formats.FORMATS.index(formats.decide_precision(run, requested, native_formats))
+    )
+    selected = formats.FORMATS[index]
+    if problems := formats.check_precision(selected, native_formats):
+        raise ConfigError(problems)
+    return selected
+
+
+def decide_noise_measurement(watchdog: Watchdog, run: Run, supports_noise_scale: bool) -> tuple[int, bool]:
+    """Return (every how many steps the rows are assigned at random, whether these steps measure the gradient noise).
+
+    Noise is measured if the strategy supports it (`supports_noise_scale`) and the run was created for it
+    (`rtrain.parallel.gradient_noise`).
     """
-    draft = context.run.folder / f".artifact.{uuid.uuid4().hex[:8]}"
-    is_mean_pooled, attention_window = (
-        context.recipe.model.pooling == "mean",
-        local_attention.attention_window(network.config),
-    )
-    max_tokens = resolve_window_spec(context.task, context.recipe.data).max_tokens
-    write_model(network, source, draft, context.recipe, context.head, weights=auxiliary_params.drop_auxiliary(weights))
-    baseline, abstain_facts = {}, {}
-    if validation_results is not None:
-        unknown_id = drift_baseline.find_unknown_id(load_tokenizer(source, max_tokens))
-        baseline = drift_baseline.build_split_baseline(
-            context.task, context.head, context.store, validation_results, unknown_id
-        )
-        abstain_facts = drift_baseline.choose_abstain_threshold(
-            context.task, context.head, validation_results, context.store.targets("valid")
-        )
-    new_artifact = artifact.Artifact(
-        name=context.recipe.name,
-        task=context.recipe.task,
-        labels=context.store.manifest.labels,
-        max_tokens=max_tokens,
-        engine=engines.FLOAT_ENGINE,
-        facts={
-            **context.head.facts,
-            **({pooling.FACT: "mean"} if is_mean_pooled else {}),
-            **({local_attention.FACT: attention_window} if attention_window is not None else {}),
-            **abstain_facts,
-            **untokenized_text.find_word_boundaries(context.task, context.store),
-        },
-        data=context.recipe.data.model_dump(mode="json", include=set(artifact.ROW_FORMAT_SETTINGS)),
-        metrics=outcome.scores,
-        drift_baseline=baseline,
-        lineage={
-            "run": context.run.name,
-            "made": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-            "recipe": context.recipe.recipe_digest(),
-            "model": context.recipe.model.name,
-            "data_digest": context.store.manifest.digest,
-            "order_digest": outcome.ledger,
-            "best_step": outcome.best_step,
-            **({"teacher": teacher} if (teacher := context.recipe.distill.teacher) else {}),
-            **({"co_teachers": list(co_teachers)} if (co_teachers := context.recipe.distill.co_teachers) else {}),
-            **trim_vocabulary.vocabulary_lineage(context.run),
-        },
-    )
-    artifact.write_artifact(
-        draft, new_artifact, predictor.compute_golden_logits, predictor.make_golden_inputs(context.task, context.head)
-    )
-    return artifact.publish_artifact(draft, context.run.artifact)
+    interval = collectives.decide_on_rank_zero(watchdog, lambda: int(run.decide_once("noise", 0)))
+    return (interval or gradient_noise.DEFAULT_INTERVAL, interval > 0) if supports_noise_scale else (0, False)
 
 
-def write_model(
-    network: "transformers.PreTrainedModel",
-    source: Path,
-    folder: Path,
-    recipe: Recipe,
-    head: Head,
-    *,
-    weights: "Mapping[str, torch.Tensor] | None" = None,
-) -> None:
-    """Write the files that other programs load: weights, config.json, tokenizer, sentence-transformers layout.
+def decide_threads(watchdog: Watchdog, run: Run, available: int) -> int:
+    """Return this rank's number of threads: the same as in the first attempt with as many workers.
 
-    A model that other programs would compute differently is written so that they refuse it. `weights`: see
-    `pooling.save_weights`.
+    The last bits of LayerNorm's gradients depend on it. A rank with fewer cores gets fewer threads; a `threads` event
+    reports that.
 
+    Args:
+        available: threads that this rank's share of its node's cores allows.
     """
-    task, attention_window = base.get_task(recipe.task), local_attention.attention_window(network.config)
-    is_guarded = recipe.model.pooling == "mean" or attention_window is not None or not task.has_standard_head
-    scale = (head.facts["mean"], head.facts["std"]) if task.problem_type == "regression" else None
-    pooling.save_weights(network, folder, guard_head=is_guarded, weights=weights, scale=scale)
-    reading = resolve_window_spec(task, recipe.data)
-    tokenizer_files.write_tokenizer_files(
-        source, folder, reading.max_tokens, reading.stride, task.parses_special_tokens
-    )
-    if attention_window is None and (
-        pooling_mode := find_sentence_pooling(recipe, source)
-    ):  # other encoders would attend to all tokens
-        sentence_transformers_format.write_sentence_files(
-            folder, pooling_mode, network.config.hidden_size, reading.max_tokens, source
+    available_by_rank = collectives.all_gather_object(available)
+    key = f"threads_by_rank_{len(available_by_rank)}"
+    collectives.decide_on_rank_zero(watchdog, lambda: len(run.decide_once(key, available_by_rank)))
+    threads_by_rank: list[int] = _share_decision(run, key)
+    short_ranks = [rank for rank, number in enumerate(threads_by_rank) if available_by_rank[rank] < number]
+    if collectives.is_rank_zero() and short_ranks:
+        run.append_event(
+            "threads", threads_by_rank=threads_by_rank, available=available_by_rank, short_ranks=short_ranks
         )
+    return min(threads_by_rank[collectives.rank()], available)
 
 
-def find_sentence_pooling(recipe: Recipe, source: Path) -> str | None:
-    """Return how other programs should pool the encoder: as the run trained it or, for token-level tasks, as the model
-    of `source` was pooled. None if it is no sentence encoder, or if its vectors need more than pooling."""
-    if recipe.model.pooling == "mean":
-        return "mean"
-    base_pooling = (
-        None
-        if sentence_transformers_format.find_unsupported(source)
-        else sentence_transformers_format.read_pooling(source)
-    )
-    return base_pooling if base.get_task(recipe.task).is_token_level or base_pooling == "cls" else None
+def decide_speeds(watchdog: Watchdog, run: Run, measure_seconds: Callable[[], float]) -> tuple[float, ...]:
+    """Return the speed of each rank relative to the fastest.
+
+    Args:
+        measure_seconds: measures seconds of a micro-batch on this rank; called only if no attempt with as many workers
+            has measured it.
+    """
+    key = f"speeds_{len(collectives.all_gather_object(None))}"
+    if not collectives.decide_on_rank_zero(watchdog, lambda: int(key in run.decisions)):
+        relative_speeds = batch_size.relative_speeds(
+            collectives.all_gather_object(
+                collectives.run_on_all_ranks(watchdog, watchdog.extended_timeout()(measure_seconds))
+            )
+        )
+        collectives.decide_on_rank_zero(watchdog, lambda: len(run.decide_once(key, relative_speeds)))
+        if collectives.is_rank_zero():
+            run.append_event("speeds", speeds=relative_speeds)
+    return tuple(_share_decision(run, key))
+
+
+def _share_decision(run: Run, key: str) -> Any:
+    """Return rank 0's decision. Collective."""
+    return collectives.all_gather_object(run.decisions[key] if collectives.is_rank_zero() else None)[0]
+
+
+def load_micro_batch_tokens(watchdog: Watchdog, run: Run) -> int | None:
+    """Return the tokens of a micro-batch that an earlier attempt has decided. Collective."""
+    return collectives.decide_on_rank_zero(watchdog, lambda: int(run.decisions.get(MICRO_BATCH_TOKENS_KEY, 0))) or None
+
+
+def decide_micro_batch_tokens(watchdog: Watchdog, run: Run, fitting_tokens: int | None) -> int | None:
+    """Decide the tokens of a micro-batch that fits on every worker's GPU, once. Collective."""
+    if fitting_tokens is None:
+        return None
+    min_tokens = -collectives.all_reduce_max(-fitting_tokens)
+
+    def record_decision() -> int:
+        if MICRO_BATCH_TOKENS_KEY not in run.decisions:
+            run.append_event("micro_batch_size_decided", tokens=min_tokens)
+        return int(run.decide_once(MICRO_BATCH_TOKENS_KEY, min_tokens))
+
+    return collectives.decide_on_rank_zero(watchdog, record_decision)

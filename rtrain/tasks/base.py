@@ -1,8 +1,17 @@
-"""The Task protocol: the whole interface between a task and the other packages. `get_task` finds a task by its name.
+"""The interface between a task and the other packages: four protocols, and `Task`, which has them all.
 
-A task is named as its module in this package; `rtrain.config.recipe.TASKS` lists the names of a recipe. Scores, charts
-and explanations are chosen by the kind of its answers, `Task.output`. docs/adding.md lists the steps to add a task. No
-torch or transformers at module level: serving needs neither.
+| protocol | content | a new task writes |
+|---|---|---|
+| `TaskData` | rows to tokens and targets | `build_head`, `build_targets` |
+| `TaskLoss` | tokens and logits to the loss | `count_targets`, `loss`, `distillation_loss` |
+| `TaskEvaluation` | logits to the metric and the report | `output`, `row_outputs`, `row_results`, `explain_rows` |
+| `TaskServing` | answers to requests, and other programs | `auto_model`, `decode`, `answer_columns` |
+
+The base classes in `rtrain.tasks.defaults` have the other members, and `PooledTask` and `TokenTask` some of these.
+
+A task is named as its module in this package, and is the module's `TASK`; `rtrain.config.recipe.TASKS` lists the names.
+`get_task` finds a task by its name. The kind of its answers, `Task.output`, chooses metric, charts and explanations.
+docs/adding.md lists the steps to add a task. No torch or transformers at module level: serving needs neither.
 """
 
 import importlib
@@ -20,6 +29,16 @@ if TYPE_CHECKING:
 
 Input = str | Mapping[str, str]
 """One input of a request: a text, or texts by name."""
+Inputs = Sequence[Input]
+Parameters = Mapping[str, Any]
+"""Parameters of a request, e.g. `top_k`."""
+Losses = dict[str, "torch.Tensor"]
+"""The sum of each part of the loss."""
+Variation = Literal["text", "words", "nothing"]
+"""`text`: anything. `words`: each word, but not their number or order, for labels at positions. `nothing`: no
+character."""
+ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"] | None
+"""Names of Transformers."""
 
 
 class Targets(NamedTuple):
@@ -62,54 +81,28 @@ class AnswerColumn(NamedTuple):
     """Maps an answer of `Task.decode` to the column's value, or None."""
 
 
-Variation = Literal["text", "words", "nothing"]
-"""`text`: anything. `words`: each word, but not their number or order, for labels at positions. `nothing`: no
-character."""
-
-
-ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"] | None
-"""Names of Transformers."""
-
-
-class Task(Protocol):
-    """The interface of a task to the trainer, the compressors and the endpoint.
-
-    A model gives its outputs per window, [windows, outputs], or per token, [tokens, outputs], in the order of
-    `TokenBatch.ids`: `is_token_level` says which. Only the tokens of `logit_positions` have outputs.
-    """
+class TaskData(Protocol):
+    """Rows to tokens and targets."""
 
     name: str
-    output: str
-    """Kind of the answers: chooses scores (`rtrain.metrics.registry`), charts, explanations and reply tensors."""
-    auto_model: str
-    """Name of the transformers class that loads the float artifact."""
-    problem_type: "ProblemType"
-    """`problem_type` of config.json: how other programs read the outputs of a head with one answer per text."""
-    has_standard_head: bool
-    """Other programs that load the model turn its outputs into the task's answers."""
-    is_token_level: bool
-    """The model answers each token, not each window."""
     fields: tuple[str, str]
     """Names of the two texts in a request."""
     needs_pair: bool
     uses_windows: bool
     """Long texts are always read in windows: an answer may be anywhere."""
-    target_rule_version: int
-    """Version of the rule for `target_positions`; part of the store's address."""
+    packs_text: bool
+    """Rows are blocks of text that fill the model's window (`rtrain.data.store.shards.pack_documents`), not the file's
+    rows."""
+    parses_special_tokens: bool
+    """The names of special tokens in a text, e.g. of masks, are those tokens. Elsewhere they are text."""
     augmentable: Variation
     """What augmentation may change in a training text without making its label false."""
     supports_out_of_scope: bool
     """Supports `data.out_of_scope_label`: detects rows that belong to none of the labels and are never trained on."""
-    supports_label_smoothing: bool
-    """Supports `train.label_smoothing`: each target is one label out of several."""
-    parses_special_tokens: bool
-    """The names of special tokens in a text, e.g. of masks, are those tokens. Elsewhere they are text."""
+    target_rule_version: int
+    """Version of the rule for `target_positions`; part of the store's address."""
     prepares_targets: bool
     """`prepare` makes the targets: stored targets do not give their counts."""
-    packs_text: bool
-    """Rows are blocks of text that fill the model's window (`rtrain.data.packing`), not the file's rows."""
-
-    # ---------------------------------------------------------------------------------------------- rows to targets
 
     def is_blank(self, text: str, pair: str | None) -> bool:
         """Whether the row has no text. One of two texts may be empty unless the task needs both."""
@@ -146,11 +139,22 @@ class Task(Protocol):
         and are not learned."""
         ...
 
-    # ----------------------------------------------------------------------------------------------------- training
-
     def prepare(self, tokens: TokenBatch, head: Head, seed: int, epoch: int) -> TokenBatch:
         """Prepare the rows for one epoch, e.g. mask tokens; a pure function of its arguments, row by row."""
         ...
+
+
+class TaskLoss(Protocol):
+    """The loss of a micro-batch.
+
+    A model gives its outputs per window, [windows, outputs], or per token, [tokens, outputs], in the order of
+    `TokenBatch.ids`: `is_token_level` says which. Only the tokens of `logit_positions` have outputs.
+    """
+
+    is_token_level: bool
+    """The model answers each token, not each window."""
+    supports_label_smoothing: bool
+    """Supports `train.label_smoothing`: each target is one label out of several."""
 
     def logit_positions(self, tokens: TokenBatch, head: Head) -> Ints | None:
         """Positions in `tokens.ids`, ascending, of the tokens whose logits `loss` and `row_outputs` need; None for all.
@@ -167,25 +171,29 @@ class Task(Protocol):
         before the first backward computation."""
         ...
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         """The loss of each part, summed over its targets (not averaged)."""
         ...
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """Distance to `tokens.teacher_logits`, summed over the same targets as `loss` and on its scale (a KL times
         T^2)."""
         ...
 
-    # ------------------------------------------------------------------------------------------------------ answers
+
+class TaskEvaluation(Protocol):
+    """Logits of evaluated rows to the inputs of the metric and of the report."""
+
+    output: str
+    """Kind of the answers: chooses the metric (`rtrain.metrics.registry`), charts, explanations and reply tensors."""
 
     def row_outputs(self, logits: Floats, tokens: TokenBatch, head: Head) -> Outputs:
         """The model's output for each row, windows pooled: the input of distillation, golden answers and `decode`."""
         ...
 
     def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
-        """Inputs of the metric for each row, float64. Compact, since all workers' rows are gathered."""
+        """Inputs of the metric for each row, float64. Compact, since all workers' rows are gathered. The metric's
+        module names the columns."""
         ...
 
     def calibrate(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> dict[str, Any]:
@@ -196,13 +204,23 @@ class Task(Protocol):
         """Predictions and targets of evaluated rows, for the report."""
         ...
 
+    def reference_scores(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
+        """Scores of the answers' texts against the labels, e.g. of a published script; may be empty."""
+        ...
+
+
+class TaskServing(Protocol):
+    """Answers to requests, and the model in other programs."""
+
+    auto_model: str
+    """Name of the transformers class that loads the float artifact."""
+    problem_type: ProblemType
+    """`problem_type` of config.json: how other programs read the outputs of a head with one answer per text."""
+    has_standard_head: bool
+    """Other programs that load the model turn its outputs into the task's answers."""
+
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """The answer of /predict to each input, JSON; `serve.schemas.predict.PredictReply` describes its forms."""
         ...
@@ -228,18 +246,16 @@ class Task(Protocol):
         """Example inputs for the model's demo page."""
         ...
 
-    def reference_scores(self, answers: Sequence[Any], labels: Sequence[str]) -> dict[str, float]:
-        """Scores of the answers' texts against the labels, e.g. of a published script; may be empty."""
-        ...
+
+class Task(TaskData, TaskLoss, TaskEvaluation, TaskServing, Protocol):
+    """The interface of a task to the trainer, the compressors and the endpoint."""
 
 
 def validate_task_row(task: Task, text: str, pair: str | None, label: str) -> str | None:
     """Why a task cannot use a row, or None."""
-    return (
-        "the text is empty; write a text or remove the row"
-        if task.is_blank(text, pair)
-        else task.validate_row(text, pair, label)
-    )
+    if task.is_blank(text, pair):
+        return "the text is empty; write a text or remove the row"
+    return task.validate_row(text, pair, label)
 
 
 def get_task(name: str) -> Task:

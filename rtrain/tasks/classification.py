@@ -11,11 +11,11 @@ import numpy as np
 
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import OUT_OF_SCOPE, EncodedRow, Floats, Head, Outputs, RaggedArray, TokenBatch
-from rtrain.metrics.calibration import softmax
-from rtrain.metrics.classification import choose_threshold
-from rtrain.tasks.base import AnswerColumn, Input, ProblemType, RowReport, Targets
-from rtrain.tasks.labels import sort_labels
-from rtrain.tasks.pooled import PooledTask, pool_logits
+from rtrain.metrics.classes import abstain_threshold, class_probabilities
+from rtrain.metrics.classification import choose_threshold, softmax
+from rtrain.tasks.base import AnswerColumn, Inputs, Losses, Parameters, ProblemType, RowReport, Targets
+from rtrain.tasks.defaults import PooledTask, pool_logits
+from rtrain.tasks.encode import sort_labels
 
 if TYPE_CHECKING:
     import tokenizers
@@ -47,15 +47,13 @@ class Classification(PooledTask):
         class_indices = np.fromiter((index.get(label, -1) for label in labels), dtype=np.float32, count=len(labels))
         return Targets(RaggedArray.from_matrix(class_indices), class_indices == -1)
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         import torch
 
         targets = torch.from_numpy(tokens.targets.astype(np.int64)).to(logits.device)
         return {"loss": torch.nn.functional.cross_entropy(pool_logits(logits, tokens, head), targets, reduction="sum")}
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """T^2 x KL(teacher, student at temperature T); Hinton et al. 2015. T^2 keeps the gradient at the scale of the
         loss on true labels, whatever the temperature."""
         return {"loss": distillation_kl(pool_logits(logits, tokens, head), tokens.teacher_logits, temperature)}
@@ -65,43 +63,29 @@ class Classification(PooledTask):
         is_out_of_scope = targets.values == OUT_OF_SCOPE
         if "out_of_scope_label" not in head.facts or is_out_of_scope.all() or not is_out_of_scope.any():
             return {}
-        confidence = softmax(row_results.to_matrix(len(head.labels))).max(axis=1)
+        confidence = class_probabilities(row_results, head).max(axis=1)
         return {"threshold": choose_threshold(confidence, is_out_of_scope)}
 
     def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
-        probabilities, target_indices = (
-            softmax(row_results.to_matrix(len(head.labels))),
-            targets.values.astype(np.int64),
-        )
+        probabilities, true = class_probabilities(row_results, head), targets.values.astype(np.int64)
         best, rows = probabilities.argmax(axis=1), np.arange(len(row_results))
         confidence = probabilities[rows, best]
-        names = [
-            *head.labels,
-            head.facts.get("out_of_scope_label"),
-            None,
-        ]  # at -2 and -1: out of scope and an unknown class
         is_abstained = confidence < abstain_threshold(head)
-        target_probability = np.where(
-            target_indices == OUT_OF_SCOPE,
-            1 - confidence,
-            np.where(target_indices >= 0, probabilities[rows, target_indices], 0.0),
-        )
+        target_probability = np.where(true >= 0, probabilities[rows, true], 0.0)
+        target_probability = np.where(true == OUT_OF_SCOPE, 1 - confidence, target_probability)
         with np.errstate(divide="ignore"):  # a target outside the classes has probability 0 and an infinite loss
             loss = -np.log(target_probability)
+        # At -2 and -1: out of scope and an unknown class.
+        names = [*head.labels, head.facts.get("out_of_scope_label"), None]
         return RowReport(
-            target=[names[index] for index in target_indices],
+            target=[names[index] for index in true],
             prediction=[names[index] for index in np.where(is_abstained, OUT_OF_SCOPE, best)],
             score=np.where(is_abstained, 1 - confidence, confidence),
             loss=loss,
         )
 
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """`[{"label", "score"}, ...]` per row, best first; `top_k` limits the list (default: all labels).
 
@@ -113,31 +97,22 @@ class Classification(PooledTask):
             return answers
         for answer, confidence in zip(answers, probabilities.max(axis=1, initial=0.0), strict=True):
             if confidence < threshold:
-                length = len(answer) if parameters.get("top_k") else len(answer) + 1
-                answer[:] = [{"label": head.facts["out_of_scope_label"], "score": float(1 - confidence)}, *answer][
-                    :length
-                ]
+                answer.insert(0, {"label": head.facts["out_of_scope_label"], "score": float(1 - confidence)})
+                if parameters.get("top_k"):
+                    answer.pop()
         return answers
 
     def answer_columns(self, head: Head) -> list[AnswerColumn]:
         """`abstained` if the artifact has a threshold: the best class's score is below it, and the label is the
         out-of-scope label."""
-        out_of_scope_label = head.facts.get("out_of_scope_label")
-        abstained = (
-            [AnswerColumn("abstained", bool, lambda answer: answer[0]["label"] == out_of_scope_label)]
-            if abstain_threshold(head)
-            else []
-        )
-        return [
+        columns = [
             AnswerColumn("label", str, lambda answer: answer[0]["label"]),
             AnswerColumn("score", float, lambda answer: answer[0]["score"]),
-            *abstained,
         ]
-
-
-def abstain_threshold(head: Head) -> float:
-    """The confidence below which a text is out of scope; 0 (never) without an `out_of_scope_label`."""
-    return float(head.facts.get("threshold", 0.0)) if "out_of_scope_label" in head.facts else 0.0
+        if abstain_threshold(head):
+            label = head.facts["out_of_scope_label"]
+            columns.append(AnswerColumn("abstained", bool, lambda answer: answer[0]["label"] == label))
+        return columns
 
 
 def distillation_kl(student: "torch.Tensor", teacher: Floats, temperature: float) -> "torch.Tensor":
@@ -146,10 +121,7 @@ def distillation_kl(student: "torch.Tensor", teacher: Floats, temperature: float
     import torch.nn.functional as F
 
     teacher_logits = torch.from_numpy(teacher.copy()).to(student)
-    student_log, teacher_log = (
-        F.log_softmax(student / temperature, dim=-1),
-        F.log_softmax(teacher_logits / temperature, dim=-1),
-    )
+    student_log, teacher_log = (F.log_softmax(side / temperature, dim=-1) for side in (student, teacher_logits))
     return temperature**2 * F.kl_div(student_log, teacher_log, reduction="sum", log_target=True)
 
 

@@ -1,13 +1,18 @@
-"""Texts to tokens: how a task's rows are read, the tokenizer of a folder, and texts cut into windows.
+"""Texts to tokens, and labels to names: how a task's rows are read, the same in training and in serving.
 
-Training rows and request texts use the same code: `Task.encode`, which calls `encode` here.
+Training rows and request texts use the same code: `Task.encode`, which calls `encode` here. A label comes from a file,
+so it may hold any JSON: numbers beyond float, lone surrogates, brackets a hundred thousand deep. An invalid label makes
+its row bad and never ends the job.
 """
 
-from collections.abc import Sequence
+import json
+import math
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rtrain.core.errors import ConfigError, Problem, UserError
+from rtrain.core.errors import ConfigError, Problem, UserError, quote_value
 from rtrain.core.ragged import EncodedRow, TokenWindow
 from rtrain.tasks.base import Task
 
@@ -44,17 +49,9 @@ def load_tokenizer(
 
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(
-            [
-                Problem(
-                    "model.name",
-                    str(folder),
-                    "no tokenizer.json in the folder",
-                    "save the fast tokenizer into it: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)",
-                    code="no_tokenizer",
-                )
-            ]
-        )
+        reason = "no tokenizer.json in the folder"
+        fix = "save the fast tokenizer into it: AutoTokenizer.from_pretrained(...).save_pretrained(FOLDER)"
+        raise ConfigError([Problem("model.name", str(folder), reason, fix, code="no_tokenizer")])
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the Rust side raises plain Exception
@@ -82,15 +79,13 @@ def encode(
     encoded = []
     for row in tokenizer.encode_batch(rows):
         all_windows = [row, *row.overflowing]
-        kept_windows = all_windows[:max_windows]
+        windows = all_windows[:max_windows]
         encoded.append(
             EncodedRow(
-                ids=[token for window in kept_windows for token in window.ids],
-                windows=[
-                    TokenWindow(len(window.ids), _find_pair_start(window, by_type_ids)) for window in kept_windows
-                ],
+                ids=[token for window in windows for token in window.ids],
+                windows=[TokenWindow(len(window.ids), _find_pair_start(window, by_type_ids)) for window in windows],
                 is_truncated=len(all_windows) > max_windows,
-                spans=[span for window in kept_windows for span in window.offsets],
+                spans=[span for window in windows for span in window.offsets],
             )
         )
     return encoded
@@ -102,3 +97,71 @@ def _find_pair_start(window: "tokenizers.Encoding", by_type_ids: bool) -> int:
     if not by_type_ids and 1 not in types:
         types = [number or 0 for number in window.sequence_ids]
     return types.index(1) if 1 in types else len(types)
+
+
+# --------------------------------------------------------------------------------------------------------------- labels
+
+BOOLEAN_NAMES = {name: word for word in ("true", "false") for name in (word, word.title(), word.upper())}
+"""The name of a truth value, by each spelling."""
+_WHOLE_NUMBER = re.compile(r"(0|-?[1-9][0-9]*)\.0+")
+
+
+class InvalidLabel(ValueError):
+    """Why a label cannot be used, and what to write instead."""
+
+
+def parse_json_label(label: str, example: str) -> Any:
+    """The JSON value of a label. `example` shows a valid label in messages."""
+    try:
+        return json.loads(label)
+    except (ValueError, RecursionError):  # ValueError: not JSON, or a number of thousands of digits
+        raise InvalidLabel(
+            f"the label {quote_value(label)} is not JSON; write {example}, with double quotes, as json.dumps does"
+        ) from None
+
+
+def to_label_text(value: Any, label: str, example: str) -> str:
+    """A value of the list or object `label` as a text, under its `canonical_name`."""
+    if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
+        raise InvalidLabel(f"the label {quote_value(label)} holds a value that is not a text; write {example}")
+    text = canonical_name(str(value).strip())
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        reason = f"the label {quote_value(label)} holds half of a character; write it whole, in UTF-8"
+        raise InvalidLabel(reason) from None
+    return text
+
+
+def parse_label_list(label: str, example: str) -> list[str]:
+    """The texts of a JSON list, stripped like single labels."""
+    values = parse_json_label(label, example)
+    assert isinstance(values, list)  # the label begins with a bracket
+    texts = [to_label_text(value, label, example).strip() for value in values]
+    if not all(texts):
+        raise InvalidLabel(f"the label {quote_value(label)} holds an empty text; leave it out, as in {example}")
+    return texts
+
+
+def canonical_name(name: str) -> str:
+    """A label's name independent of the program that wrote it: `true` for `True`, and `1` for `1.0`, as in JSON."""
+    whole_number = _WHOLE_NUMBER.fullmatch(name)
+    return whole_number[1] if whole_number else BOOLEAN_NAMES.get(name, name)
+
+
+def sort_labels(names: Iterable[str]) -> list[str]:
+    """Labels in the order of a model's outputs: whole numbers by their value, other labels by their text."""
+    names = list(names)
+    try:
+        return sorted(names, key=lambda name: (int(name), name))
+    except ValueError:
+        return sorted(names)
+
+
+def validate_label(parse: Any, label: str) -> str | None:
+    """Why `parse` cannot read a label, or None."""
+    try:
+        parse(label)
+    except InvalidLabel as bad:
+        return str(bad)
+    return None

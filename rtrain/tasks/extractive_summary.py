@@ -18,11 +18,12 @@ import numpy as np
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import EncodedRow, Floats, Head, Outputs, RaggedArray, TokenBatch
 from rtrain.core.text_segmentation import find_sentence_spans
-from rtrain.metrics import rouge as scores, summary_rows
-from rtrain.metrics.summary_oracle import select_oracle_sentences
-from rtrain.metrics.sums import Floats as Wide, Ints
+from rtrain.metrics import summaries
+from rtrain.metrics.bootstrap import Floats as Wide, Ints
+from rtrain.metrics.classes import sigmoid
+from rtrain.metrics.summaries import SummaryBudget, select_oracle_sentences
 from rtrain.tasks import base
-from rtrain.tasks.base import AnswerColumn, Input, RowReport
+from rtrain.tasks.base import AnswerColumn, Input, Inputs, Losses, Parameters, RowReport
 from rtrain.tasks.classification import distillation_kl
 from rtrain.tasks.defaults import TokenTask, upcast_logits
 
@@ -50,114 +51,97 @@ class ExtractiveSummary(TokenTask):
     def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
         if not any(character.isalnum() for character in text):
             return "the document has no sentence, not one letter or digit; write a text or remove the row"
-        if not scores.tokenize_for_rouge(label):
+        if not summaries.tokenize_for_rouge(label):
             return "the reference summary has no word that ROUGE counts (a to z, 0 to 9); write one or remove the row"
         return None
 
     def build_head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         """The budget: the mean length of the training rows' references, in words."""
         if not counts:
-            raise UserError(
-                "data.path: no row is left to train on; add rows with a document and its summary each", code="no_rows"
-            )
+            problem = "data.path: no row is left to train on; add rows with a document and its summary each"
+            raise UserError(problem, code="no_rows")
         words = sum(len(label.split()) * count for label, count in counts.items())
         return Head(("left out", "taken"), {"max_words": max(1, round(words / sum(counts.values())))})
 
     def target_positions(self, text: str, pair: str | None, label: str, encoded: EncodedRow) -> list[int]:
-        """The numbers that `rtrain.metrics.summary_rows` describes."""
+        """The numbers that `rtrain.metrics.summaries` describes."""
         spans = find_sentence_spans(text)
         sentences = [text[start:end] for start, end in spans]
-        oracle_positions = select_oracle_sentences(
-            sentences, label, scores.SummaryBudget(sentences=max(1, len(sentences)))
-        )
-        return summary_rows.encode_summary_row(sentences, locate_sentences(encoded, spans), oracle_positions, label)
+        oracle_positions = select_oracle_sentences(sentences, label, SummaryBudget(sentences=max(1, len(sentences))))
+        return summaries.encode_summary_row(sentences, locate_sentences(encoded, spans), oracle_positions, label)
 
     def placeholder_label(self, text: str, head: Head) -> str:
         return "unknown"
 
     def count_targets(self, tokens: TokenBatch, head: Head) -> dict[str, int]:
         """Sentences that were read."""
-        return {"loss": sum(int(summary_rows.decode_sentences(row).is_read.sum()) for row in tokens.row_targets)}
+        return {"loss": sum(int(summaries.decode_sentences(row).is_read.sum()) for row in tokens.row_targets)}
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         import torch
 
         first, end, in_oracle = _collect_sentences(tokens)
         labels = torch.from_numpy(in_oracle).to(logits.device)
         return {"loss": torch.nn.functional.cross_entropy(_pool_sentences(logits, first, end), labels, reduction="sum")}
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """T^2 x KL of each sentence, as in classification."""
         first, end, _ = _collect_sentences(tokens)
         teacher_logits = _mean_outputs(tokens.teacher_logits, first, end).astype(np.float32)
         return {"loss": distillation_kl(_pool_sentences(logits, first, end), teacher_logits, temperature)}
 
     def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
-        """For each row its figures (`summary_rows.NUM_FIGURES`) under the head's budget; then for each of its sentences
-        the probability that it is selected, or -1 if it was not read, and whether it is in the summary."""
+        """For each row its figures under the head's budget, then its sentences (`summaries.encode_result`)."""
         rows = []
-        budget = scores.SummaryBudget(words=int(head.facts["max_words"]))
+        budget = SummaryBudget(words=int(head.facts["max_words"]))
         for output, values in zip(outputs, tokens.row_targets, strict=True):
-            sentences, (rouge, bleu) = summary_rows.decode_sentences(values), summary_rows.decode_words(values)
+            sentences, (rouge, bleu) = summaries.decode_sentences(values), summaries.decode_words(values)
             margins = _compute_margins(output, sentences.first, sentences.end)
             words = sentences.words.tolist()
-            picked_positions = scores.pick_sentences(_rank_sentences(margins), words, budget)
-            lead = scores.pick_sentences(range(len(words)), words, budget)
-            figures: list[float] = []
-            for positions in (picked_positions, lead):
-                figures += scores.compute_rouge(rouge.select_words(positions), rouge.reference)
-                figures += scores.count_bleu(bleu.select_words(positions), bleu.reference)
-            figures += scores.compute_rouge(rouge.select_words(np.flatnonzero(sentences.in_oracle)), rouge.reference)
+            picked_positions = summaries.pick_sentences(_rank_sentences(margins), words, budget)
+            lead = summaries.pick_sentences(range(len(words)), words, budget)
             wrong_margins = np.where(sentences.in_oracle, -margins, margins)[sentences.is_read]
-            figures.append(float(np.logaddexp(0, wrong_margins).mean()) if len(wrong_margins) else 0.0)
-            assert len(figures) == summary_rows.NUM_FIGURES
-            probabilities = np.where(sentences.is_read, _to_probability(margins), -1.0)
+            figures = summaries.SummaryFigures(
+                *(rouge.compute_rouge(picked_positions), bleu.count_bleu(picked_positions)),
+                *(rouge.compute_rouge(lead), bleu.count_bleu(lead)),
+                rouge.compute_rouge(np.flatnonzero(sentences.in_oracle)),
+                [np.logaddexp(0, wrong_margins).mean() if len(wrong_margins) else 0.0],
+            )
+            probabilities = np.where(sentences.is_read, sigmoid(margins), -1.0)
             is_picked = np.isin(np.arange(len(words)), picked_positions)
-            rows.append([*figures, *np.stack([probabilities, is_picked], axis=1).ravel()])
+            rows.append(summaries.encode_result(figures, summaries.SentenceResults(probabilities, is_picked)))
         return RaggedArray.from_rows(rows, np.float64)
 
     def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
         """The oracle's and the summary's sentences, by their numbers from 1."""
-        sentence_results = [summary_rows.decode_result(row) for row in row_results]
-        picked_masks = [is_picked for _, is_picked in sentence_results]
+        rows = [summaries.decode_result(row) for row in row_results]
         return RowReport(
-            target=[_format_numbers(summary_rows.decode_sentences(row).in_oracle) for row in targets],
-            prediction=[_format_numbers(is_picked) for is_picked in picked_masks],
-            score=np.array(
-                [chances[is_picked].mean() if is_picked.any() else np.nan for chances, is_picked in sentence_results]
-            ),
-            loss=np.array([row[summary_rows.NUM_FIGURES - 1] for row in row_results]),
+            target=[_format_numbers(summaries.decode_sentences(row).in_oracle) for row in targets],
+            prediction=[_format_numbers(row.is_picked) for row in rows],
+            score=np.array([row.probability[row.is_picked].mean() if row.is_picked.any() else np.nan for row in rows]),
+            loss=summaries.decode_figures(row_results).loss[:, 0],
         )
 
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """`{"summary_text", "sentences": [{"text", "score", "start", "end"}, ...]}` for each text: at most
         `parameters["max_words"]` words, by default the head's; start and end are characters."""
         max_words = parameters.get("max_words")
-        budget = scores.SummaryBudget(words=int(head.facts["max_words"] if max_words is None else max_words))
+        budget = SummaryBudget(words=int(head.facts["max_words"] if max_words is None else max_words))
         answers = []
         for input_item, output, row in zip(inputs, outputs, encoded, strict=True):
             text = input_item if isinstance(input_item, str) else input_item["text"]
             spans = find_sentence_spans(text)
             margins = _compute_margins(output, *np.array(locate_sentences(row, spans), dtype=np.int64).reshape(-1, 2).T)
-            words = scores.count_words([text[start:end] for start, end in spans])
-            picked_positions = scores.pick_sentences(_rank_sentences(margins), words, budget)
-            picked_sentences = [
-                (*spans[position], float(_to_probability(margins[position]))) for position in picked_positions
-            ]
-            sentences = [
-                {"text": text[start:end], "score": chance, "start": start, "end": end}
-                for start, end, chance in picked_sentences
-            ]
-            summary = " ".join(text[start:end] for start, end, _ in picked_sentences)
+            words = summaries.count_words([text[start:end] for start, end in spans])
+            picked_positions = summaries.pick_sentences(_rank_sentences(margins), words, budget)
+            sentences = []
+            for position in picked_positions:
+                start, end = spans[position]
+                score = float(sigmoid(margins[position]))
+                sentences.append({"text": text[start:end], "score": score, "start": start, "end": end})
+            summary = " ".join(str(sentence["text"]) for sentence in sentences)
             answers.append({"summary_text": summary, "sentences": sentences})
         return answers
 
@@ -204,7 +188,7 @@ def _collect_sentences(tokens: TokenBatch) -> tuple[Ints, Ints, Ints]:
     it."""
     first, end, in_oracle, begin = [], [], [], 0
     for values, length in zip(tokens.row_targets, tokens.row_lengths.tolist(), strict=True):
-        row = summary_rows.decode_sentences(values)
+        row = summaries.decode_sentences(values)
         first.append(begin + row.first[row.is_read])
         end.append(begin + row.end[row.is_read])
         in_oracle.append(row.in_oracle[row.is_read].astype(np.int64))
@@ -243,10 +227,6 @@ def _rank_sentences(margins: Wide) -> list[int]:
     """Sentences that were read, the best first."""
     order: list[int] = np.argsort(-margins, kind="stable")[: int(np.isfinite(margins).sum())].tolist()
     return order
-
-
-def _to_probability(margins: Any) -> Any:
-    return 1 / (1 + np.exp(-np.clip(margins, -700, 700)))
 
 
 def _format_numbers(is_picked: Any) -> list[str]:

@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import IGNORE_INDEX, EncodedRow, Floats, Head, Ints, Outputs, RaggedArray, TokenBatch
-from rtrain.metrics.calibration import softmax
-from rtrain.tasks.base import AnswerColumn, Input, RowReport, Targets
+from rtrain.metrics.classification import softmax
+from rtrain.metrics.registry import TokenResults
+from rtrain.tasks.base import AnswerColumn, Input, Inputs, Losses, Parameters, RowReport, Targets
 from rtrain.tasks.defaults import BaseTask, upcast_logits
 
 if TYPE_CHECKING:
@@ -68,9 +69,8 @@ class MaskedLM(BaseTask):
         kind = _to_unit_interval(_mix(word ^ np.uint64(1)))
         random_ids = (_to_unit_interval(_mix(word ^ np.uint64(2))) * head.facts["vocabulary"]).astype(np.int32)
         ids = np.where(is_target & (kind < MASK_TOKEN_SHARE), np.int32(head.facts["mask_id"]), tokens.ids)
-        ids = np.where(
-            is_target & (kind >= MASK_TOKEN_SHARE) & (kind < MASK_TOKEN_SHARE + RANDOM_TOKEN_SHARE), random_ids, ids
-        )
+        is_random = (kind >= MASK_TOKEN_SHARE) & (kind < MASK_TOKEN_SHARE + RANDOM_TOKEN_SHARE)
+        ids = np.where(is_target & is_random, random_ids, ids)
         targets = np.where(is_target, tokens.ids, IGNORE_INDEX).astype(np.float32)
         return replace(tokens, ids=ids.astype(np.int32), targets=targets, targets_per_row=lengths)
 
@@ -83,15 +83,13 @@ class MaskedLM(BaseTask):
     def count_targets(self, tokens: TokenBatch, head: Head) -> dict[str, int]:
         return {"loss": int((tokens.targets != IGNORE_INDEX).sum())}
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         import torch
 
         words = torch.from_numpy(tokens.targets[self.logit_positions(tokens, head)].astype(np.int64)).to(logits.device)
         return {"loss": torch.nn.functional.cross_entropy(upcast_logits(logits), words, reduction="sum")}
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         raise UserError(
             "task=masked_lm: a masked language model is not distilled; distil the model tuned from it",
             code="unsupported",
@@ -103,7 +101,7 @@ class MaskedLM(BaseTask):
         return np.split(logits, np.cumsum(np.bincount(rows, minlength=len(tokens)))[:-1])
 
     def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
-        """For each row: tokens guessed, how many of them rightly, the sum of their losses."""
+        """`TokenResults` of each row."""
         results = []
         for output, targets in zip(outputs, tokens.row_targets, strict=True):
             target_ids = targets[targets != IGNORE_INDEX].astype(np.int64)
@@ -111,18 +109,16 @@ class MaskedLM(BaseTask):
             highest = logits.max(axis=1, initial=-np.inf)
             total = highest + np.log(np.exp(logits - highest[:, None]).sum(axis=1))
             losses = total - logits[np.arange(len(target_ids)), target_ids]
-            results.append(
-                (len(target_ids), (output.argmax(axis=1) == target_ids).sum() if len(target_ids) else 0, losses.sum())
-            )
+            num_correct = (output.argmax(axis=1) == target_ids).sum() if len(target_ids) else 0
+            results.append(TokenResults(len(target_ids), num_correct, losses.sum()))
         return RaggedArray.from_rows(results, np.float64)
 
     def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
-        num_targets, num_correct, losses = row_results.to_matrix(3).T
-        mean = losses / np.maximum(1, num_targets)
-        share = [
-            f"{int(good)} of {int(count)} masked tokens" for good, count in zip(num_correct, num_targets, strict=True)
-        ]
-        return RowReport([""] * len(share), share, num_correct / np.maximum(1, num_targets), mean)
+        rows = TokenResults(*row_results.to_matrix(len(TokenResults._fields)).T)
+        counts = zip(rows.num_correct, rows.num_targets, strict=True)
+        predictions = [f"{int(good)} of {int(count)} masked tokens" for good, count in counts]
+        divisors = np.maximum(1, rows.num_targets)
+        return RowReport([""] * len(predictions), predictions, rows.num_correct / divisors, rows.loss / divisors)
 
     def unwrap_single(self, answer: Any) -> Any:
         """The tokens of its mask; where there are several masks, those of each."""
@@ -143,12 +139,7 @@ class MaskedLM(BaseTask):
         return [example.format(mask=head.facts["mask"]) for example in EXAMPLE_TEXTS]
 
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """For each mask of each text, in order, its likeliest tokens: `[{"score", "token"}, ...]`, best first."""
         top_k = parameters.get("top_k") or DEFAULT_TOP_K

@@ -5,7 +5,7 @@ counts for the other heads. Each head's loss is divided by that head's number of
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,12 @@ import numpy as np
 
 from rtrain.core.errors import UserError, quote_value
 from rtrain.core.ragged import IGNORE_INDEX, EncodedRow, Head, Outputs, RaggedArray, TokenBatch
-from rtrain.metrics.calibration import softmax
-from rtrain.tasks.base import AnswerColumn, Input, RowReport, Targets
+from rtrain.metrics.classes import iter_heads
+from rtrain.metrics.classification import softmax
+from rtrain.tasks.base import AnswerColumn, Inputs, Losses, Parameters, RowReport, Targets
 from rtrain.tasks.classification import distillation_kl, rank_labels
-from rtrain.tasks.labels import InvalidLabel, parse_json_label, sort_labels, to_label_text, validate_label
-from rtrain.tasks.pooled import PooledTask, pool_logits
+from rtrain.tasks.defaults import PooledTask, pool_logits
+from rtrain.tasks.encode import InvalidLabel, parse_json_label, sort_labels, to_label_text, validate_label
 
 if TYPE_CHECKING:
     import tokenizers
@@ -59,8 +60,7 @@ class MultiHead(PooledTask):
             for name, head_labels, _ in iter_heads(head)
         }
         label_indices = np.full((len(labels), len(index)), IGNORE_INDEX, dtype=np.float32)
-        for row, label in enumerate(labels):
-            row_labels = _parse_labels(label)
+        for row, row_labels in enumerate(map(_parse_labels, labels)):
             for column, (name, index_by_label) in enumerate(index.items()):
                 if row_labels.get(name):
                     label_indices[row, column] = index_by_label.get(row_labels[name], -1)
@@ -77,13 +77,12 @@ class MultiHead(PooledTask):
         present = tokens.targets.reshape(len(tokens), len(names)) != IGNORE_INDEX
         return dict(zip(names, present.sum(axis=0).tolist(), strict=True))
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         import torch
 
         head_logits, names = pool_logits(logits, tokens, head), self.loss_parts(head)
-        label_indices = torch.from_numpy(tokens.targets.reshape(len(tokens), len(names)).astype(np.int64)).to(
-            head_logits.device
-        )
+        targets = tokens.targets.reshape(len(tokens), len(names)).astype(np.int64)
+        label_indices = torch.from_numpy(targets).to(head_logits.device)
         return {
             name: torch.nn.functional.cross_entropy(
                 head_logits[:, columns], label_indices[:, position], reduction="sum", ignore_index=IGNORE_INDEX
@@ -91,24 +90,19 @@ class MultiHead(PooledTask):
             for position, (name, _, columns) in enumerate(iter_heads(head))
         }
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """As in classification, head by head, over the rows that have the head's label."""
         head_logits, targets = pool_logits(logits, tokens, head), tokens.targets.reshape(len(tokens), -1)
         sums = {}
         for head_index, (name, _, columns) in enumerate(iter_heads(head)):
             rows = np.flatnonzero(targets[:, head_index] != IGNORE_INDEX)
-            sums[name] = distillation_kl(
-                head_logits[rows.tolist()][:, columns], tokens.teacher_logits[rows][:, columns], temperature
-            )
+            student, teacher = head_logits[rows.tolist()][:, columns], tokens.teacher_logits[rows][:, columns]
+            sums[name] = distillation_kl(student, teacher, temperature)
         return sums
 
     def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
-        logits, true = (
-            row_results.to_matrix(len(head.labels)),
-            targets.to_matrix(len(head.facts["heads"])).astype(np.int64),
-        )
+        logits = row_results.to_matrix(len(head.labels))
+        true = targets.to_matrix(len(head.facts["heads"])).astype(np.int64)
         best, score = np.zeros(true.shape, dtype=np.int64), np.ones(len(true))
         loss, present = np.zeros(true.shape), true != IGNORE_INDEX
         labels = []
@@ -129,12 +123,7 @@ class MultiHead(PooledTask):
         )
 
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """For each input an object with the ranked labels of each head."""
         logits = np.asarray(outputs)
@@ -167,15 +156,6 @@ def _parse_labels(label: str) -> dict[str, str]:
     if not any(label_by_head.values()):
         raise InvalidLabel(f"the label {quote_value(label)} is empty; write {example}")
     return label_by_head
-
-
-def iter_heads(head: Head) -> Iterator[tuple[str, list[str], slice]]:
-    """(name, labels, columns among the outputs) of each head."""
-    start = 0
-    for name, size in head.facts["heads"]:
-        head_labels = [label.removeprefix(f"{name}=") for label in head.labels[start : start + size]]
-        yield name, head_labels, slice(start, start + size)
-        start += size
 
 
 TASK = MultiHead()

@@ -11,12 +11,12 @@ import numpy as np
 
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import EncodedRow, Head, Outputs, RaggedArray, TokenBatch
+from rtrain.metrics.classes import label_thresholds, sigmoid
 from rtrain.metrics.classification import choose_label_thresholds
-from rtrain.metrics.tables import label_thresholds
-from rtrain.tasks.base import AnswerColumn, Input, ProblemType, RowReport, Targets
+from rtrain.tasks.base import AnswerColumn, Inputs, Losses, Parameters, ProblemType, RowReport, Targets
 from rtrain.tasks.classification import rank_labels
-from rtrain.tasks.labels import parse_label_list, sort_labels, validate_label
-from rtrain.tasks.pooled import PooledTask, pool_logits
+from rtrain.tasks.defaults import PooledTask, pool_logits
+from rtrain.tasks.encode import parse_label_list, sort_labels, validate_label
 
 if TYPE_CHECKING:
     import tokenizers
@@ -57,16 +57,14 @@ class MultiLabel(PooledTask):
     def placeholder_label(self, text: str, head: Head) -> str:
         return "[]"
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         import torch
 
         row_logits = pool_logits(logits, tokens, head)
         has_label = torch.from_numpy(tokens.targets.reshape(tuple(row_logits.shape)).copy()).to(row_logits)
         return {"loss": torch.nn.functional.binary_cross_entropy_with_logits(row_logits, has_label, reduction="sum")}
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """T^2 x KL of each label's binary decision, softened by T."""
         import torch
         import torch.nn.functional as F
@@ -82,9 +80,8 @@ class MultiLabel(PooledTask):
     def calibrate(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> dict[str, Any]:
         """Choose the minimum probability of each label."""
         size = len(head.labels)
-        logit_thresholds = choose_label_thresholds(
-            row_results.to_matrix(size).astype(np.float64), targets.to_matrix(size) > 0
-        )
+        logits, true = row_results.to_matrix(size).astype(np.float64), targets.to_matrix(size) > 0
+        logit_thresholds = choose_label_thresholds(logits, true)
         if logit_thresholds is None:
             return {}
         return {"thresholds": dict(zip(head.labels, sigmoid(logit_thresholds).tolist(), strict=True))}
@@ -92,9 +89,8 @@ class MultiLabel(PooledTask):
     def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
         logits, true = row_results.to_matrix(len(head.labels)), targets.to_matrix(len(head.labels))
         probabilities = sigmoid(logits)
-        predicted = np.where(
-            np.isnan(logits), true <= 0, probabilities >= label_thresholds(head)
-        )  # wrong, as it is scored
+        # A NaN logit is wrong, as in the scores.
+        predicted = np.where(np.isnan(logits), true <= 0, probabilities >= label_thresholds(head))
         # softplus(-z) where the label applies, softplus(z) where not
         loss = np.logaddexp(0, np.where(true > 0, -logits, logits)).mean(axis=1)
         return RowReport(
@@ -105,12 +101,7 @@ class MultiLabel(PooledTask):
         )
 
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """`[{"label", "score"}, ...]` per row, best first; each score is an independent probability."""
         return rank_labels(sigmoid(np.asarray(outputs)), head.labels, parameters)
@@ -136,11 +127,6 @@ def parse_labels(label: str) -> list[str]:
     if label.startswith("["):
         return parse_label_list(label, '["a", "b"]')
     return [label] if label else []
-
-
-def sigmoid(logits: Any) -> Any:
-    """Probabilities, float64."""
-    return 1 / (1 + np.exp(-np.asarray(logits, dtype=np.float64).clip(-700, 700)))
 
 
 TASK = MultiLabel()

@@ -8,8 +8,8 @@ import numpy as np
 
 from rtrain.core.errors import UserError, quote_value
 from rtrain.core.ragged import EncodedRow, Head, Outputs, RaggedArray, TokenBatch
-from rtrain.tasks.base import AnswerColumn, Input, ProblemType, RowReport, Targets
-from rtrain.tasks.pooled import PooledTask, pool_logits
+from rtrain.tasks.base import AnswerColumn, Input, Inputs, Losses, Parameters, ProblemType, RowReport, Targets
+from rtrain.tasks.defaults import PooledTask, pool_logits
 
 if TYPE_CHECKING:
     import tokenizers
@@ -82,19 +82,15 @@ class Regression(PooledTask):
     def placeholder_label(self, text: str, head: Head) -> str:
         return str(head.facts["mean"])
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         """Squared error in standard deviations, so that learning rates do not depend on the scale of the scores."""
         import torch
 
         predicted = pool_logits(logits, tokens, head)[:, 0]
-        standardized_targets = (
-            torch.from_numpy(tokens.targets.copy()).to(predicted) - head.facts["mean"]
-        ) / head.facts["std"]
-        return {"loss": ((predicted - standardized_targets) ** 2).sum()}
+        targets = torch.from_numpy(tokens.targets.copy()).to(predicted)
+        return {"loss": ((predicted - (targets - head.facts["mean"]) / head.facts["std"]) ** 2).sum()}
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """Squared error to the teacher's number. A number has no temperature."""
         import torch
 
@@ -115,12 +111,7 @@ class Regression(PooledTask):
         )
 
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """A number for each input, in the unit of the training scores."""
         return [float(value) for value in _to_target_unit(outputs, head)]

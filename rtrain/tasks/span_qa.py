@@ -17,12 +17,13 @@ import regex
 from rtrain.core.errors import UserError, quote_value
 from rtrain.core.ragged import EncodedRow, Floats, Head, Outputs, RaggedArray, TokenBatch, TokenWindow
 from rtrain.metrics import spans
-from rtrain.metrics.calibration import softmax
+from rtrain.metrics.classes import sigmoid
+from rtrain.metrics.classification import softmax
+from rtrain.metrics.spans import SpanResults, no_answer_threshold
 from rtrain.tasks import base
-from rtrain.tasks.base import AnswerColumn, Input, RowReport
+from rtrain.tasks.base import AnswerColumn, Input, Inputs, Losses, Parameters, RowReport
 from rtrain.tasks.defaults import TokenTask, upcast_logits
-from rtrain.tasks.encode import encode
-from rtrain.tasks.labels import parse_json_label
+from rtrain.tasks.encode import encode, parse_json_label
 
 if TYPE_CHECKING:
     import tokenizers
@@ -98,9 +99,8 @@ class SpanQA(TokenTask):
         max_question_tokens = tokenizer.truncation["max_length"] // QUESTION_SHARE
         questions = []
         for text, row in zip(texts, tokenizer.encode_batch(list(texts), add_special_tokens=False), strict=True):
-            questions.append(
-                text if len(row.ids) <= max_question_tokens else text[: row.offsets[max_question_tokens - 1][1]]
-            )
+            is_short = len(row.ids) <= max_question_tokens
+            questions.append(text if is_short else text[: row.offsets[max_question_tokens - 1][1]])
         encoded = encode(tokenizer, questions, pairs, max_windows, by_type_ids=False)
         if any(window.pair_start >= window.num_tokens for row in encoded for window in row.windows):
             raise UserError(
@@ -125,7 +125,7 @@ class SpanQA(TokenTask):
         """A start and an end for each window."""
         return {"loss": len(tokens.targets)}
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         import torch
 
         window_logits = _pad_windows(logits, tokens)
@@ -133,65 +133,45 @@ class SpanQA(TokenTask):
         # [windows, tokens, 2] and [windows, 2]
         return {"loss": torch.nn.functional.cross_entropy(window_logits, gold_positions, reduction="sum")}
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """T^2 x KL over the tokens of each window, of its start and of its end."""
         import torch
         import torch.nn.functional as F
 
         student = _pad_windows(logits, tokens)
         teacher = _pad_windows(torch.from_numpy(tokens.teacher_logits.copy()).to(student), tokens)
-        student_log_probs, teacher_log_probs = (
-            F.log_softmax(logits / temperature, dim=1) for logits in (student, teacher)
-        )
-        return {
-            "loss": temperature**2 * F.kl_div(student_log_probs, teacher_log_probs, reduction="sum", log_target=True)
-        }
+        student_log, teacher_log = (F.log_softmax(logits / temperature, dim=1) for logits in (student, teacher))
+        return {"loss": temperature**2 * F.kl_div(student_log, teacher_log, reduction="sum", log_target=True)}
 
     def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
-        """For each row: F1 and exact match of the best span's tokens with the answer's (both 0 without an answer), its
-        margin over no answer, whether the question has an answer, the loss, and the span's first and last token."""
+        """`SpanResults` of each row."""
         results = []
         for row, output in enumerate(outputs):
             row_tokens = tokens.take([row])
-            windows = [
-                TokenWindow(int(length), int(second))
-                for length, second in zip(row_tokens.window_lengths, row_tokens.pair_start, strict=True)
-            ]
-            best, gold_positions = _find_best_span(output, windows), row_tokens.targets.reshape(-1, 2).astype(np.int64)
+            lengths, pair_starts = row_tokens.window_lengths.tolist(), row_tokens.pair_start.tolist()
+            best = _find_best_span(output, list(map(TokenWindow, lengths, pair_starts)))
+            gold_positions = row_tokens.targets.reshape(-1, 2).astype(np.int64)
             starts = np.cumsum(row_tokens.window_lengths) - row_tokens.window_lengths
-            gold = next(
-                (
-                    row_tokens.ids[begin + a : begin + b + 1]
-                    for begin, (a, b) in zip(starts, gold_positions, strict=True)
-                    if b > 0
-                ),
-                None,
-            )
+            placed = ((begin, *position) for begin, position in zip(starts, gold_positions, strict=True))
+            gold = next((row_tokens.ids[begin + a : begin + b + 1] for begin, a, b in placed if b > 0), None)
             exact, f1 = 0.0, 0.0
             if gold is not None and not np.isnan(best.margin):
                 exact, f1 = _score_overlap(row_tokens.ids[best.first : best.last + 1], gold)
             logs = [np.log(softmax(part.T)) for part in np.split(output, starts[1:])]
-            loss = -np.mean(
-                [
-                    log[side, position[side]]
-                    for log, position in zip(logs, gold_positions, strict=True)
-                    for side in (0, 1)
-                ]
-            )
-            results.append((f1, exact, best.margin, float(gold is not None), loss, best.first, best.last))
+            pairs = zip(logs, gold_positions, strict=True)
+            loss = -np.mean([log[side, position[side]] for log, position in pairs for side in (0, 1)])
+            results.append(SpanResults(f1, exact, best.margin, float(gold is not None), loss, best.first, best.last))
         return RaggedArray.from_rows(results, np.float64)
 
     def calibrate(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> dict[str, Any]:
         """Choose the margin above which an answer is given: the margin of the best mean F1, half-way between two rows'
         margins."""
-        rows = row_results.to_matrix(7)
-        rows = rows[~np.isnan(rows[:, 2])]
-        if not head.facts["no_answer"] or not len(rows):
+        rows = SpanResults.from_rows(row_results)
+        rows = SpanResults(*(column[~np.isnan(rows.margin)] for column in rows))
+        if not head.facts["no_answer"] or not len(rows.margin):
             return {}
-        order = np.argsort(-rows[:, 2], kind="stable")
-        margins, gains = rows[order, 2], rows[order, 0] - (rows[order, 3] == 0)
+        order = np.argsort(-rows.margin, kind="stable")
+        margins, gains = rows.margin[order], (rows.f1 - (rows.has_answer == 0))[order]
         # n answers add their F1 to the total and subtract the unanswerable questions among them.
         total = np.concatenate([[0.0], np.cumsum(gains)])
         falls = np.concatenate([[True], np.diff(margins) < 0, [True]])
@@ -201,28 +181,25 @@ class SpanQA(TokenTask):
 
     def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
         """Spans as `TokenSpan`s and slices of the row's tokens."""
-        rows, min_margin = row_results.to_matrix(7), no_answer_threshold(head)
+        rows, min_margin = SpanResults.from_rows(row_results), no_answer_threshold(head)
         gold_spans = []
         for windows in targets:
             positions = windows.reshape(-1, 2).astype(np.int64).tolist()
-            answer_spans = (
-                base.TokenSpan(number, *position) for number, position in enumerate(positions) if position[1] > 0
-            )
-            gold_spans.append(next(answer_spans, ""))
+            spans = (base.TokenSpan(number, first, last) for number, (first, last) in enumerate(positions) if last > 0)
+            gold_spans.append(next(spans, ""))
+        spans_of_rows = zip(rows.margin, rows.first, rows.last, strict=True)
         return RowReport(
             target=gold_spans,
-            prediction=["" if row[2] <= min_margin else slice(int(row[5]), int(row[6]) + 1) for row in rows],
-            score=1 / (1 + np.exp(-np.clip(rows[:, 2], -700, 700))),
-            loss=rows[:, 4],
+            prediction=[
+                "" if margin <= min_margin else slice(int(first), int(last) + 1)
+                for margin, first, last in spans_of_rows
+            ],
+            score=sigmoid(rows.margin),
+            loss=rows.loss,
         )
 
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """`{"answer", "score", "start", "end"}` for each input; an empty answer at 0 for no answer."""
         answers = []
@@ -236,9 +213,8 @@ class SpanQA(TokenTask):
             if best.margin <= no_answer_threshold(head):
                 answers.append({"answer": "", "score": 1.0 - best.score, "start": 0, "end": 0})
             else:
-                answers.append(
-                    {"answer": input_item["context"][start:end], "score": best.score, "start": start, "end": end}
-                )
+                answer = input_item["context"][start:end]
+                answers.append({"answer": answer, "score": best.score, "start": start, "end": end})
         return answers
 
     def example_inputs(self, head: Head) -> list[Input]:
@@ -272,10 +248,6 @@ class _BestSpan(NamedTuple):
     """Probability of its start times the probability of its end, in its window."""
 
 
-def no_answer_threshold(head: Head) -> float:
-    return float(head.facts.get("threshold", 0.0 if head.facts.get("no_answer") else -np.inf))
-
-
 def _find_best_span(output: Floats, windows: Sequence[TokenWindow]) -> _BestSpan:
     """The best span of all windows. The score of no answer is the lowest of the scores of the windows' first tokens,
     from the window that is most confident that it holds an answer: a single window may hold it."""
@@ -285,9 +257,8 @@ def _find_best_span(output: Floats, windows: Sequence[TokenWindow]) -> _BestSpan
     for window in windows:
         logits = output[begin : begin + window.num_tokens].astype(np.float64)
         no_answer_score = min(no_answer_score, float(logits[0].sum()))
-        context = np.arange(
-            window.pair_start, max(window.pair_start + 1, window.num_tokens - 1)
-        )  # its last token is a separator
+        # The window's last token is a separator.
+        context = np.arange(window.pair_start, max(window.pair_start + 1, window.num_tokens - 1))
         starts = context[np.argsort(-logits[context, 0], kind="stable")[:MAX_STARTS]]
         for start in starts:
             ends = logits[start : min(start + MAX_ANSWER_TOKENS, context[-1] + 1), 1]

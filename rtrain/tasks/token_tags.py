@@ -15,20 +15,21 @@ import numpy as np
 from rtrain.core.errors import UserError, quote_value
 from rtrain.core.ragged import IGNORE_INDEX, EncodedRow, Floats, Head, Ints, Outputs, RaggedArray, TokenBatch
 from rtrain.core.text_segmentation import find_word_spans, get_word_cuts
-from rtrain.metrics.calibration import softmax
-from rtrain.metrics.classification import predict_classes
+from rtrain.metrics.classification import predict_classes, softmax
 from rtrain.metrics.entities import (
     MISSING_WORD,
+    WordResults,
     decode_true_tags,
     encode_missing_words,
     extract_entities,
     select_token_targets,
+    to_tag_names,
 )
 from rtrain.tasks import base
-from rtrain.tasks.base import AnswerColumn, Input, RowReport, Targets
+from rtrain.tasks.base import AnswerColumn, Input, Inputs, Losses, Parameters, RowReport, Targets
 from rtrain.tasks.classification import distillation_kl
 from rtrain.tasks.defaults import TokenTask, upcast_logits
-from rtrain.tasks.labels import parse_label_list, validate_label
+from rtrain.tasks.encode import parse_label_list, validate_label
 
 if TYPE_CHECKING:
     import tokenizers
@@ -99,19 +100,14 @@ class TokenTags(TokenTask):
     def count_targets(self, tokens: TokenBatch, head: Head) -> dict[str, int]:
         return {"loss": int((select_token_targets(tokens.row_targets).values != IGNORE_INDEX).sum())}
 
-    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> dict[str, "torch.Tensor"]:
+    def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         import torch
 
         targets = torch.from_numpy(select_token_targets(tokens.row_targets).values.astype(np.int64)).to(logits.device)
-        return {
-            "loss": torch.nn.functional.cross_entropy(
-                upcast_logits(logits), targets, reduction="sum", ignore_index=IGNORE_INDEX
-            )
-        }
+        options: Any = {"reduction": "sum", "ignore_index": IGNORE_INDEX}
+        return {"loss": torch.nn.functional.cross_entropy(upcast_logits(logits), targets, **options)}
 
-    def distillation_loss(
-        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float
-    ) -> dict[str, "torch.Tensor"]:
+    def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """T^2 x KL at each word's first token, as in classification."""
         import torch
 
@@ -120,8 +116,8 @@ class TokenTags(TokenTask):
         return {"loss": distillation_kl(student, tokens.teacher_logits[target_tokens], temperature)}
 
     def row_results(self, outputs: Outputs, tokens: TokenBatch, head: Head) -> RaggedArray:
-        """For each word: the tag (`NO_CLASS` if a logit is NaN), its probability, and the word's loss. A word without a
-        token is answered O; its probability is NaN and its loss 0: it is not trained on."""
+        """`WordResults` of each row; the tag is `NO_CLASS` if a logit is NaN. A word without a token is answered O; its
+        probability is NaN and its loss 0: it is not trained on."""
         rows, outside_index = [], head.labels.index(OUTSIDE_TAG)
         for output, targets in zip(outputs, tokens.row_targets, strict=True):
             token_targets = targets[targets > MISSING_WORD]
@@ -130,34 +126,24 @@ class TokenTags(TokenTask):
             indices = np.arange(len(true))
             with np.errstate(divide="ignore"):  # a tag that training lacks has probability 0 and an infinite loss
                 loss = -np.log(np.where(true >= 0, probabilities[indices, true], 0.0))
-            words = np.full((len(word_tags), 3), [outside_index, np.nan, 0.0])
-            words[np.setdiff1d(np.arange(len(word_tags)), missing_positions)] = np.stack(
-                [predict_classes(probabilities), probabilities.max(axis=1), loss], axis=1
-            )
+            words = np.full((len(word_tags), 3), WordResults(outside_index, np.nan, 0.0))
+            answered = WordResults(predict_classes(probabilities), probabilities.max(axis=1), loss)
+            words[np.setdiff1d(np.arange(len(word_tags)), missing_positions)] = np.stack(answered, axis=1)
             rows.append(words)
         return RaggedArray.from_rows(rows, np.float64)
 
     def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
-        words = [row.reshape(-1, 3) for row in row_results]
-        true_rows = [decode_true_tags(row) for row in targets]
+        rows = [WordResults.from_row(row) for row in row_results]
+        true_tags, missing = zip(*map(decode_true_tags, targets), strict=True) if len(targets) else ((), ())
         return RowReport(
-            target=[to_tag_names(tags, head) for tags, _ in true_rows],
-            prediction=[to_tag_names(row[:, 0], head) for row in words],
-            score=np.array(
-                [_mean_over_words(row[:, 1], without) for row, (_, without) in zip(words, true_rows, strict=True)]
-            ),
-            loss=np.array(
-                [_mean_over_words(row[:, 2], without) for row, (_, without) in zip(words, true_rows, strict=True)]
-            ),
+            target=[to_tag_names(tags, head) for tags in true_tags],
+            prediction=[to_tag_names(row.tag, head) for row in rows],
+            score=np.array([_mean_over_words(row.probability, gap) for row, gap in zip(rows, missing, strict=True)]),
+            loss=np.array([_mean_over_words(row.loss, gap) for row, gap in zip(rows, missing, strict=True)]),
         )
 
     def decode(
-        self,
-        outputs: Outputs,
-        inputs: Sequence[Input],
-        encoded: Sequence[EncodedRow],
-        head: Head,
-        parameters: Mapping[str, Any],
+        self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
         """`[{"entity_group", "score", "word", "start", "end"}, ...]` for each text: the Hugging Face form of whole
         entities; start and end are characters, the score is the mean over the entity's words."""
@@ -175,11 +161,6 @@ class TokenTags(TokenTask):
     def answer_columns(self, head: Head) -> list[AnswerColumn]:
         entity = {"entity_group": str, "score": float, "word": str, "start": int, "end": int}
         return [AnswerColumn("entities", [entity], lambda answer: answer)]
-
-
-def to_tag_names(tag_ids: Any, head: Head) -> list[str]:
-    """Tags by number. A tag that the head lacks (-1) is shown as O: no prediction of it can be right."""
-    return [head.labels[int(tag_id)] if tag_id >= 0 else OUTSIDE_TAG for tag_id in tag_ids]
 
 
 def locate_entities(
@@ -217,9 +198,7 @@ def _map_tokens_to_words(encoded: EncodedRow, starts: Ints) -> Ints:
         seen = -1
         for token_index in range(window.num_tokens):
             start, end = encoded.spans[begin + token_index]
-            if (
-                start == end
-            ):  # a special token; other tokens may begin at the blank before their word, none ends after it
+            if start == end:  # a special token; others may begin at the blank before their word, none ends after it
                 continue
             word = int(np.searchsorted(starts, end - 1, side="right")) - 1
             if word == seen:

@@ -1,11 +1,14 @@
-"""The largest number of tokens in a micro-batch on a GPU, measured by two micro-batches before the first step and
-decided once.
+"""The largest number of tokens in a micro-batch on a GPU, and the relative speeds of workers, measured by a few
+micro-batches before the first step and decided once.
 
-It changes only the speed: a step has the same rows in any number of micro-batches.
+They change only the speed: a step has the same rows in any number of micro-batches. Equal shares would make fast
+workers wait on nodes of several types, or if a core is shared with other work.
 """
 
 import math
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -46,11 +49,12 @@ class MemoryPeak:
 
 def tokens_from_peaks(small: MemoryPeak, large: MemoryPeak, usable_bytes: float) -> int:
     """Tokens of the largest micro-batch that fits into `usable_bytes`, by the line through both peaks. Pure."""
+    tokens: float
     if small.bytes is None:
-        return max(MIN_TOKENS, small.tokens // 4 // TOKEN_MULTIPLE * TOKEN_MULTIPLE)
-    if large.bytes is None:
-        return min(MAX_TOKENS, max(MIN_TOKENS, small.tokens // TOKEN_MULTIPLE * TOKEN_MULTIPLE))
-    if large.tokens > small.tokens and large.bytes > small.bytes:
+        tokens = small.tokens // 4
+    elif large.bytes is None:
+        tokens = small.tokens
+    elif large.tokens > small.tokens and large.bytes > small.bytes:
         slope = (large.bytes - small.bytes) / (large.tokens - small.tokens)
         tokens = large.tokens + (usable_bytes - large.bytes) / slope
     else:  # a single row is as long as both: attribute all memory to its tokens
@@ -60,9 +64,9 @@ def tokens_from_peaks(small: MemoryPeak, large: MemoryPeak, usable_bytes: float)
 
 def cap_for_pipeline(max_tokens: int, tokens: float, num_micro_batches: int) -> int:
     """Largest number of tokens, at most `max_tokens`, that splits `tokens` of a step into `num_micro_batches`."""
-    return (
-        min(max_tokens, max(MIN_TOKENS, math.ceil(tokens / num_micro_batches))) if num_micro_batches > 1 else max_tokens
-    )
+    if num_micro_batches <= 1:
+        return max_tokens
+    return min(max_tokens, max(MIN_TOKENS, math.ceil(tokens / num_micro_batches)))
 
 
 def longest_rows(store: Store, task: Task, tokens: int, teacher: str | None = None) -> TokenBatch:
@@ -98,10 +102,9 @@ def available_bytes(network: "torch.nn.Module") -> float:
     device = next(network.parameters()).device
     (free, total), reserved = torch.cuda.mem_get_info(device), torch.cuda.memory_reserved(device)
     process_fraction = torch.cuda.get_per_process_memory_fraction(device)
+    trained_bytes = sum(parameter.nbytes for parameter in network.parameters() if parameter.requires_grad)
     usable_bytes = MEMORY_FRACTION * min(free + reserved, process_fraction * total)
-    return usable_bytes - MOMENTS_PER_PARAMETER * sum(
-        parameter.numel() * parameter.element_size() for parameter in network.parameters() if parameter.requires_grad
-    )
+    return usable_bytes - MOMENTS_PER_PARAMETER * trained_bytes
 
 
 def probe(
@@ -126,11 +129,12 @@ def probe(
 
     def measure_peak(tokens: TokenBatch) -> MemoryPeak:
         torch.cuda.reset_peak_memory_stats(device)
+        num_tokens = int(tokens.window_lengths.sum())
         try:
             forward_backward(network, loss, tokens, pad_id, precision)
         except torch.OutOfMemoryError:
-            return MemoryPeak(int(tokens.window_lengths.sum()), None)
-        return MemoryPeak(int(tokens.window_lengths.sum()), torch.cuda.max_memory_allocated(device))
+            return MemoryPeak(num_tokens, None)
+        return MemoryPeak(num_tokens, torch.cuda.max_memory_allocated(device))
 
     small, large = (make_rows(tokens) for tokens in probe_tokens)
     measure_peak(small)  # so that gradients and library workspaces exist when the next micro-batch is measured
@@ -145,3 +149,33 @@ def forward_backward(
 ) -> None:
     """A forward and backward pass like a step's, for its memory."""
     loss(step.forward(network, tokens, pad_id, precision, loss.logit_positions(tokens)), tokens).sum().backward()
+
+
+TIMED_MICRO_BATCHES = 3
+"""Number of timed micro-batches. A micro-batch of a second is long compared with the time slices of a shared core."""
+SPEED_LEVELS = 16
+"""Speeds are rounded to multiples of the fastest speed over this number, so equal workers stay equal."""
+
+
+def time_micro_batches(
+    network: "torch.nn.Module", loss: step.Loss, tokens: TokenBatch, pad_id: int, precision: str
+) -> float:
+    """Median seconds of some micro-batches, forward and backward. The network has no gradients before and after."""
+    import torch
+
+    device, durations = next(network.parameters()).device, []
+    network.train()
+    for _ in range(TIMED_MICRO_BATCHES):
+        start = time.perf_counter()
+        forward_backward(network, loss, tokens, pad_id, precision)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        durations.append(time.perf_counter() - start)
+    network.zero_grad(set_to_none=True)
+    return statistics.median(durations)
+
+
+def relative_speeds(seconds: Sequence[float]) -> list[float]:
+    """Relative speeds from the seconds of equal work: the fastest is 1, the others are rounded and positive."""
+    fastest = min(seconds)
+    return [max(1, round(SPEED_LEVELS * fastest / value)) / SPEED_LEVELS for value in seconds]

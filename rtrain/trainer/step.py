@@ -3,19 +3,18 @@ only."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import Ints, TokenBatch, pad_batch, single_window_batch
-from rtrain.models import auxiliary_params, unpadded
+from rtrain.models import network_parts, unpadded
 from rtrain.models.device import to_device
-from rtrain.models.forward import LAYOUT, accepted_inputs, logits_of
-from rtrain.parallel import dtensor_utils, gradient_noise
+from rtrain.models.network_parts import LAYOUT, accepted_inputs, logits_of
+from rtrain.parallel import dtensor_utils, gradient_noise, profiler
 from rtrain.parallel.gradient_noise import NoiseMeasurement
-from rtrain.trainer import step_timing
 
 if TYPE_CHECKING:
     import numpy.typing as npt
@@ -26,6 +25,9 @@ if TYPE_CHECKING:
 
 AUTOCAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 """Precisions with autocast; weights, gradients and moments are fp32."""
+NUM_STEP_COUNTERS = 4
+"""Counters of a step before those of the targets."""
+NON_FINITE_FIX = "lower optim.lr, set train.precision=fp32, or set optim.max_grad_norm"
 
 
 class Loss(Protocol):
@@ -83,30 +85,6 @@ class StepResult:
     """The gradient was infinite with this loss scale, on every worker; the weights are unchanged."""
     noise_measurement: NoiseMeasurement | None = None
     """Measurement of the gradient noise, in a measuring step."""
-
-
-class RunStep(Protocol):
-    """Signature of `run_step`, for the function itself and for planted bugs."""
-
-    def __call__(
-        self,
-        strategy: Any,
-        optimizer: "torch.optim.Optimizer",
-        loss: Loss,
-        micro_batches: Sequence[TokenBatch],
-        /,
-        *,
-        pad_id: int,
-        precision: str = "fp32",
-        scale: float | None = None,
-        max_grad_norm: float | None = None,
-        expected_row_sum: int | None = None,
-        observer: Observer | None = None,
-        measure_noise: bool = False,
-        expected_targets: Sequence[int] | None = None,
-    ) -> StepResult:
-        """`strategy`: planted bugs require particular classes of `Strategy`."""
-        ...
 
 
 def sum_row_ids(row_ids: "npt.NDArray[np.uint64]") -> int:
@@ -168,135 +146,169 @@ def _select_positions(encoder: "torch.nn.Module", positions: "torch.Tensor") -> 
         hook.remove()
 
 
-def run_step(
-    strategy: "Strategy",
-    optimizer: "torch.optim.Optimizer",
-    loss: Loss,
-    micro_batches: Sequence[TokenBatch],
-    *,
-    pad_id: int,
-    precision: str = "fp32",
-    scale: float | None = None,
-    max_grad_norm: float | None = None,
-    expected_row_sum: int | None = None,
-    observer: Observer | None = None,
-    measure_noise: bool = False,
-    expected_targets: Sequence[int] | None = None,
-) -> StepResult:
-    """Train one step. Every worker all-reduces exactly once, even without rows: the others would wait forever.
+@dataclass(eq=False)
+class StepRunner:
+    """Trains steps, given their micro-batches, which it computes for the strategy (`base.MicroBatchRunnerProtocol`)."""
 
-    loss = sum over the step's targets / their count, over all micro-batches and workers; the sum over several parts.
-    DistributedDataParallel averages over workers, so each worker's sum is multiplied by their number: mean_w(world *
-    sum_w / count) = sum / count. A part without a target in the step adds nothing.
+    strategy: "Strategy"
+    optimizer: "torch.optim.Optimizer"
+    loss: Loss
+    _: KW_ONLY
+    pad_id: int
+    precision: str = "fp32"
+    max_grad_norm: float | None = None
+    observer: Observer = field(default_factory=Observer)
 
-    Args:
-        expected_row_sum: The `sum_row_ids` of all workers' rows. It is checked before the optimizer's step, so other
-            rows are never trained on.
-        expected_targets: Target counts of the parts over all rows of the step, if planned. Otherwise the workers sum
-            them before the first micro-batch, by one more all-reduce.
-        scale: A power of two. It multiplies the loss and divides the gradient. If the gradient is infinite the step is
-            skipped (`StepResult.is_skipped`), on all workers alike.
-        measure_noise: Measure the gradient noise (`StepResult.noise_measurement`); the step's rows must be in random
-            order.
+    def __post_init__(self) -> None:
+        self.idle_tokens = idle_micro_batch(self.pad_id)
 
-    Raises:
-        WrongRows: The workers hold other rows.
-        NonFinite: The gradient is not finite, without a scale.
-    """
-    import torch
+    def run_step(
+        self,
+        micro_batches: Sequence[TokenBatch],
+        *,
+        scale: float | None = None,
+        expected_row_sum: int | None = None,
+        expected_targets: Sequence[int] | None = None,
+        measure_noise: bool = False,
+    ) -> StepResult:
+        """Train one step. Every worker all-reduces exactly once, even without rows: the others would wait forever.
 
-    observer = observer or Observer()
-    device = dtensor_utils.module_device(strategy.module)
-    counts = [
-        sum(part)
-        for part in zip([0] * loss.num_parts, *(loss.count_targets(tokens) for tokens in micro_batches), strict=True)
-    ]
-    ids = sum(sum_row_ids(tokens.row_ids) for tokens in micro_batches) % (1 << 64)
-    header = [
-        sum(len(tokens) for tokens in micro_batches),
-        ids >> 32,
-        ids % (1 << 32),
-        strategy.replica_max(int(observer.stop_requested())),
-    ]
-    counters = torch.tensor([*header, *counts], dtype=torch.float64, device=device)  # exact: less than 2^53 each
-    if expected_targets is None:
-        counters = strategy.sum_over_replicas(counters)
-        _check_rows(counters, expected_row_sum)
-    totals = (
-        [int(total) for total in counters[len(header) :].tolist()]
-        if expected_targets is None
-        else list(expected_targets)
-    )
-    target_weights = torch.tensor(
-        [1.0 / total if total else 0.0 for total in totals], dtype=torch.float64, device=device
-    )
-    gradient_factor = strategy.num_replicas * (scale or 1.0)
-    runner = MicroBatchRunner(strategy.module, pad_id, precision, loss, gradient_factor * target_weights)
-    strategy.run_micro_batches(micro_batches, runner, measure_noise)
-    noise_terms = torch.zeros(2, dtype=torch.float64, device=device)
-    sq_norm = strategy.local_sq_norm() if measure_noise else None
-    if sq_norm is not None and micro_batches:
-        # A single replica uses the square of its first micro-batch.
-        target_share = _target_share(
-            counts if strategy.num_replicas > 1 else loss.count_targets(micro_batches[0]), totals
-        )
-        noise_terms += noise_terms.new_tensor(
-            _noise_terms(sq_norm / gradient_factor**2, target_share, strategy.num_replicas)
-        )
-    sums = strategy.sum_over_replicas(
-        torch.cat([runner.loss_sums, noise_terms, *([] if expected_targets is None else [counters])])
-    )
-    if expected_targets is not None:
-        counters = sums[loss.num_parts + len(noise_terms) :]
-        _check_rows(counters, expected_row_sum, expected_targets)
-    num_rows, stop_requests = int(counters[0]), float(counters[3])
-    with strategy.timeline.span(step_timing.OPTIMIZER):
-        if scale is not None:
-            strategy.scale_gradients(1.0 / scale)
-        observer.on_gradient(strategy)
-        norm = strategy.gradient_norm()
-        is_finite = bool(torch.isfinite(norm))
-        if not is_finite and scale is None:
-            raise NonFinite(
-                "the gradient is not finite: lower optim.lr, set train.precision=fp32, or set optim.max_grad_norm"
+        loss = sum over the step's targets / their count, over all micro-batches and workers; the sum over several
+        parts. DistributedDataParallel averages over workers, so each worker's sum is multiplied by their number:
+        mean_w(world * sum_w / count) = sum / count. A part without a target in the step adds nothing.
+
+        Args:
+            scale: A power of two. It multiplies the loss and divides the gradient. If the gradient is infinite the
+                step is skipped (`StepResult.is_skipped`), on all workers alike.
+            expected_row_sum: The `sum_row_ids` of all workers' rows. It is checked before the optimizer's step, so
+                other rows are never trained on.
+            expected_targets: Target counts of the parts over all rows of the step, if planned. Otherwise the workers
+                sum them before the first micro-batch, by one more all-reduce.
+            measure_noise: Measure the gradient noise (`StepResult.noise_measurement`); the step's rows must be in
+                random order.
+
+        Raises:
+            WrongRows: The workers hold other rows.
+            NonFinite: The gradient is not finite, without a scale.
+        """
+        import torch
+
+        strategy, num_parts = self.strategy, self.loss.num_parts
+        counts = self._count_targets(micro_batches)
+        counters, totals = self._make_counters(micro_batches, counts), expected_targets
+        if totals is None:
+            counters = strategy.sum_over_replicas(counters)
+            _check_rows(counters, expected_row_sum)
+            totals = [int(total) for total in counters[NUM_STEP_COUNTERS:].tolist()]
+        target_weights = counters.new_tensor([1.0 / total if total else 0.0 for total in totals])
+        gradient_factor = strategy.num_replicas * (scale or 1.0)
+
+        self._start_sums(gradient_factor * target_weights)
+        strategy.run_micro_batches(micro_batches, self, measure_noise)
+
+        noise_terms = [0.0, 0.0]
+        if measure_noise and (sq_norm := strategy.local_sq_norm()) is not None and micro_batches:
+            # A single replica uses the square of its first micro-batch.
+            counts = counts if strategy.num_replicas > 1 else self.loss.count_targets(micro_batches[0])
+            noise_terms = _noise_terms(sq_norm / gradient_factor**2, counts, totals, strategy.num_replicas)
+        parts = [
+            self.loss_sums,
+            counters.new_tensor(noise_terms),
+            *([counters] if expected_targets is not None else []),
+        ]
+        sums = strategy.sum_over_replicas(torch.cat(parts))
+        if expected_targets is not None:
+            counters = sums[num_parts + len(noise_terms) :]
+            _check_rows(counters, expected_row_sum, expected_targets)
+
+        with strategy.timeline.span(profiler.OPTIMIZER):
+            if scale is not None:
+                strategy.scale_gradients(1.0 / scale)
+            self.observer.on_gradient(strategy)
+            norm = strategy.gradient_norm()
+            is_finite = bool(torch.isfinite(norm))
+            if not is_finite and scale is None:
+                raise NonFinite(f"the gradient is not finite: {NON_FINITE_FIX}")
+            if is_finite:
+                if self.max_grad_norm is not None:  # as torch.nn.utils.clip_grads_with_norm_
+                    strategy.scale_gradients(torch.clamp(self.max_grad_norm / (norm + 1e-6), max=1.0))
+                self.optimizer.step()
+
+        noise_measurement = None
+        if measure_noise and is_finite:
+            sq_norm_sum, number = sums[num_parts:][: len(noise_terms)].tolist()
+            total_sq_norm, num_rows = float(norm) ** 2, int(counters[0])
+            noise_measurement = (
+                gradient_noise.measure_between_replicas(sq_norm_sum, int(number), total_sq_norm, num_rows)
+                if strategy.num_replicas > 1
+                else gradient_noise.measure_within_replica(sq_norm_sum, number, total_sq_norm, num_rows)
             )
-        if is_finite:
-            if max_grad_norm is not None:  # as torch.nn.utils.clip_grads_with_norm_
-                strategy.scale_gradients(torch.clamp(max_grad_norm / (norm + 1e-6), max=1.0))
-            optimizer.step()
-    noise_measurement = None
-    if measure_noise and is_finite:
-        sq_norm_sum, number = sums[loss.num_parts :][: len(noise_terms)].tolist()
-        if strategy.num_replicas > 1:
-            noise_measurement = gradient_noise.measure_between_replicas(
-                sq_norm_sum, int(number), float(norm) ** 2, num_rows
-            )
-        else:
-            noise_measurement = gradient_noise.measure_within_replica(sq_norm_sum, number, float(norm) ** 2, num_rows)
-    return StepResult(
-        loss=float((sums[: loss.num_parts] * target_weights).sum()),
-        gradient_norm=float(norm),
-        rows=sum(len(tokens) for tokens in micro_batches),
-        micro_batches=len(micro_batches),
-        real_tokens=sum(int(tokens.window_lengths.sum()) for tokens in micro_batches),
-        padded_tokens=sum(
-            unpadded.count_computed_tokens(strategy.module, tokens.window_lengths) for tokens in micro_batches
-        ),
-        stop_requested=stop_requests > 0,
-        is_skipped=not is_finite,
-        noise_measurement=noise_measurement,
-    )
+        return StepResult(
+            loss=float((sums[:num_parts] * target_weights).sum()),
+            gradient_norm=float(norm),
+            rows=sum(len(tokens) for tokens in micro_batches),
+            micro_batches=len(micro_batches),
+            real_tokens=sum(int(tokens.window_lengths.sum()) for tokens in micro_batches),
+            padded_tokens=sum(
+                unpadded.count_computed_tokens(strategy.module, tokens.window_lengths) for tokens in micro_batches
+            ),
+            stop_requested=float(counters[3]) > 0,
+            is_skipped=not is_finite,
+            noise_measurement=noise_measurement,
+        )
+
+    def warm_up(self) -> None:
+        """Warm up before the first step of every attempt; see `Strategy.warm_up`."""
+        import torch
+
+        device = dtensor_utils.module_device(self.strategy.module)
+        self._start_sums(torch.zeros(self.loss.num_parts, dtype=torch.float64, device=device))
+        self.strategy.warm_up(self)
+
+    def _count_targets(self, micro_batches: Sequence[TokenBatch]) -> Sequence[int]:
+        """Number of targets of each part on this worker."""
+        counts = [self.loss.count_targets(tokens) for tokens in micro_batches]
+        return [sum(part) for part in zip([0] * self.loss.num_parts, *counts, strict=True)]
+
+    def _make_counters(self, micro_batches: Sequence[TokenBatch], counts: Sequence[int]) -> "torch.Tensor":
+        """This worker's addends to the counters of a step: rows, the two halves of the sum of their ids, stop requests,
+        and targets of each part; see `_check_rows`."""
+        import torch
+
+        row_sum = sum(sum_row_ids(tokens.row_ids) for tokens in micro_batches) % (1 << 64)
+        num_rows = sum(len(tokens) for tokens in micro_batches)
+        stop_requests = self.strategy.replica_max(int(self.observer.stop_requested()))
+        counters = [num_rows, row_sum >> 32, row_sum % (1 << 32), stop_requests, *counts]
+        # Exact: each is less than 2^53.
+        return torch.tensor(counters, dtype=torch.float64, device=dtensor_utils.module_device(self.strategy.module))
+
+    # ------------------------------------------------------------------------------------------- micro-batches
+
+    def _start_sums(self, factors: "torch.Tensor") -> None:
+        """Start a step. `factors` [parts]: the factor of each part of the loss in the gradient."""
+        import torch
+
+        self._factors, self.loss_sums = factors, torch.zeros_like(factors)
+        """`loss_sums` [parts]: the sums of the losses so far."""
+
+    def compute_logits(self, model: "torch.nn.Module", tokens: TokenBatch) -> "torch.Tensor":
+        positions = None if tokens is self.idle_tokens else self.loss.logit_positions(tokens)
+        return forward(model, tokens, self.pad_id, self.precision, positions)
+
+    def compute_loss(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
+        if tokens is self.idle_tokens:
+            auxiliary = network_parts.auxiliary_parameters(self.strategy.module)
+            return sum((part.float().sum() for part in auxiliary), logits.float().sum()) * 0.0
+        value = self.loss(logits, tokens)
+        self.loss_sums += value.detach().double()
+        return (value * self._factors.to(value.dtype)).sum()
 
 
-def _target_share(counts: Sequence[int], totals: Sequence[int]) -> float:
-    """Fraction of a step's targets: the mean over the loss's parts of the fraction of each."""
-    shares = [part / total for part, total in zip(counts, totals, strict=True) if total]
-    return sum(shares) / len(shares) if shares else 0.0
-
-
-def _noise_terms(sq_norm: float, target_share: float, num_replicas: int) -> list[float]:
+def _noise_terms(sq_norm: float, counts: Sequence[int], totals: Sequence[int], num_replicas: int) -> list[float]:
     """A replica's addends to the two sums of the noise measurement, for `gradient_noise.measure_between_replicas`, or
-    for `measure_within_replica` with a single replica."""
+    for `measure_within_replica` with a single replica. `counts` of the step's `totals` targets are its own, by part."""
+    shares = [part / total for part, total in zip(counts, totals, strict=True) if total]
+    target_share = sum(shares) / len(shares) if shares else 0.0
     if num_replicas == 1:
         return [sq_norm, target_share]
     return [sq_norm / target_share, 1.0] if target_share else [0.0, 0.0]
@@ -320,44 +332,7 @@ def _check_rows(
         )
 
 
-class MicroBatchRunner:
-    """Computes the micro-batches of a step; see `base.MicroBatchRunnerProtocol`."""
-
-    def __init__(self, network: "torch.nn.Module", pad_id: int, precision: str, loss: Loss, factors: "torch.Tensor"):
-        """`factors` [parts]: the factor of each part of the loss."""
-        import torch
-
-        self._network, self._pad_id, self._precision, self._loss = network, pad_id, precision, loss
-        self._factors, self.loss_sums = factors, torch.zeros_like(factors)
-        """`loss_sums` [parts]: the sums of the losses so far."""
-        self.idle_tokens = idle_micro_batch(pad_id)
-
-    def compute_logits(self, model: "torch.nn.Module", tokens: TokenBatch) -> "torch.Tensor":
-        positions = None if tokens is self.idle_tokens else self._loss.logit_positions(tokens)
-        return forward(model, tokens, self._pad_id, self._precision, positions)
-
-    def compute_loss(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
-        if tokens is self.idle_tokens:
-            zero = sum(
-                (part.float().sum() for part in auxiliary_params.auxiliary_parameters(self._network)),
-                logits.float().sum(),
-            )
-            return zero * 0.0
-        value = self._loss(logits, tokens)
-        self.loss_sums += value.detach().double()
-        return (value * self._factors.to(value.dtype)).sum()
-
-
 def idle_micro_batch(pad_id: int) -> TokenBatch:
     """One padding token without a row."""
     zeros = np.zeros(1, dtype=np.int32)
     return single_window_batch(zeros + pad_id, zeros + 1, zeros + 1, zeros, zeros.astype(np.uint64))
-
-
-def warm_up(strategy: "Strategy", loss: Loss, pad_id: int, precision: str) -> None:
-    """Warm up before the first step of every attempt; see `Strategy.warm_up`."""
-    import torch
-
-    device = dtensor_utils.module_device(strategy.module)
-    zeros = torch.zeros(loss.num_parts, dtype=torch.float64, device=device)
-    strategy.warm_up(MicroBatchRunner(strategy.module, pad_id, precision, loss, zeros))

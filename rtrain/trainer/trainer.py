@@ -2,29 +2,30 @@
 Ray."""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rtrain.checkpoint import format as checkpoint_format, loss_scale
+from rtrain.checkpoint import format as checkpoint_format
 from rtrain.checkpoint.remote_copy import RemoteCopy
 from rtrain.checkpoint.saver import CheckpointSaver
 from rtrain.config import Recipe
-from rtrain.core.ragged import Head, RaggedArray
+from rtrain.core.ragged import Head, RaggedArray, TokenBatch
 from rtrain.core.run_folder import Run
 from rtrain.data.order import RowOrder, chain_digest
 from rtrain.data.store.store import Store
 from rtrain.data.stream import WorkerBatch
 from rtrain.metrics.registry import get_metric
 from rtrain.models import device, dropout
-from rtrain.parallel import collectives, dtensor_utils, gradient_noise
+from rtrain.parallel import collectives, dtensor_utils, gradient_noise, profiler
 from rtrain.parallel.base import Strategy
+from rtrain.parallel.profiler import StepProfiler
 from rtrain.tasks import base
-from rtrain.trainer import best_checkpoint, losses, optimizers, rung_predictions, step, step_timing
-from rtrain.trainer.evaluate import evaluate, gather_row_results
-from rtrain.trainer.profiler import StepProfiler
+from rtrain.trainer import evaluate, losses, optimizers, step
+from rtrain.trainer.evaluate import Evaluation
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,8 @@ INITIAL_LEDGER = bytes(32)
 """The ledger before the first step."""
 NO_STEP = -1
 """Code for 'no step' in messages between ranks."""
+TOTALS = ("rows_seen", "real_tokens", "padded_tokens", "micro_batches", "steps")
+"""Totals of an attempt, summed over its workers."""
 
 
 @dataclass(frozen=True)
@@ -55,30 +58,6 @@ class Cadence:
             or (self.save_every is not None and steps_done % self.save_every == 0)
         )
         return frozenset(name for name, is_due in (("evaluate", should_evaluate), ("save", should_save)) if is_due)
-
-
-@dataclass
-class Totals:
-    rows_seen: int = 0
-    real_tokens: int = 0
-    padded_tokens: int = 0
-    micro_batches: int = 0
-    steps: int = 0
-
-    def add(self, step_result: step.StepResult) -> None:
-        self.rows_seen += step_result.rows
-        self.real_tokens += step_result.real_tokens
-        self.padded_tokens += step_result.padded_tokens
-        self.micro_batches += step_result.micro_batches
-        self.steps += 1
-
-    def sum_over_workers(self, strategy: Strategy) -> "Totals":
-        """Sums over all workers, `steps` included. Called on every rank."""
-        import torch
-
-        # On the CPU: the process group has a backend for CPU tensors on every device.
-        sums = strategy.sum_over_replicas(torch.tensor(astuple(self), dtype=torch.int64)).tolist()
-        return Totals(**{data_field.name: value for data_field, value in zip(fields(self), sums, strict=True)})
 
 
 @dataclass
@@ -130,14 +109,14 @@ class TrainingContext:
     end_step: int
     """Step after which this attempt ends; `order.num_steps` for a whole run."""
     is_rung: bool = False
-    """Keep the predictions on the validation rows at `end_step` (`rtrain.trainer.rung_predictions`), for a search."""
+    """Keep the predictions on the validation rows at `end_step` (`rtrain.trainer.evaluate`), for a search."""
     remote_copy: RemoteCopy | None = None
     random_step_interval: int = gradient_noise.DEFAULT_INTERVAL
     """Interval of steps with rows in random order (`rtrain.parallel.gradient_noise`); 0 for none."""
     measures_noise: bool = False
     """Whether these steps measure the gradient noise."""
     profile_path: Path | None = None
-    """File for this worker's spans of each step (`rtrain.trainer.profiler`)."""
+    """File for this worker's spans of each step (`rtrain.parallel.profiler`)."""
     selected_head: Head | None = None
     """The store's head with the choices made on the validation rows, once they are known."""
 
@@ -179,227 +158,280 @@ def train(
 ) -> TrainingResult:
     """Train from the newest checkpoint to `context.end_step`. At the end of a finished run the model holds the weights
     of the best checkpoint."""
-    with CheckpointSaver(
-        context.run.checkpoints,
-        context.recipe.train.keep_checkpoints,
-        context.remote_copy,
-        reporter.event,
-        strategy.watchdog,
-    ) as saver:
-        return _TrainingLoop(context, strategy, reporter, clock, saver).run(batches)
+    return Trainer(context, strategy, reporter, clock).fit(batches)
 
 
-class _TrainingLoop(step.Observer):
-    """One attempt of a run on one worker."""
+class Trainer(step.StepRunner, step.Observer):
+    """One attempt of a run on one worker. All methods are collective: call them on every worker."""
 
-    def __init__(
-        self, context: TrainingContext, strategy: Strategy, reporter: Reporter, clock: Clock, saver: CheckpointSaver
-    ):
-        self._context, self._strategy, self._reporter, self._clock, self._saver = (
-            context,
+    def __init__(self, context: TrainingContext, strategy: Strategy, reporter: Reporter, clock: Clock):
+        super().__init__(
             strategy,
-            reporter,
-            clock,
-            saver,
+            optimizers.build_run_optimizer(strategy, context.recipe),
+            context.loss,
+            pad_id=context.pad_id,
+            precision=context.precision,
+            max_grad_norm=context.recipe.optim.max_grad_norm,
+            observer=self,
         )
-        self._optimizer = optimizers.build_run_optimizer(strategy, context.recipe)
-        state = self._restore()
-        self._state = replace(state, scale=state.scale or loss_scale.initial_scale(context.precision))
-        self._totals = Totals()
+        self.context, self.reporter, self.clock = context, reporter, clock
+        self.state = checkpoint_format.CheckpointState(
+            step=0, ledger=INITIAL_LEDGER.hex(), best_step=None, best_score=None, run_id=context.run_digest
+        )
+        self._totals = Counter[str]()
+        self._evaluations: dict[int, Evaluation] = {}
         self._row_results: dict[str, RaggedArray] = {}
         """Row results by split, of the best weights of this attempt."""
-        self._evaluations = best_checkpoint.read_evaluations(
-            context.run.events("evaluated"), self._headline, state.step
-        )
 
     def stop_requested(self) -> bool:
-        return self._reporter.stop_requested()
+        return self.reporter.stop_requested()
 
-    def run(self, batches: BatchSource) -> TrainingResult:
-        context, strategy = self._context, self._strategy
+    def fit(self, batches: BatchSource) -> TrainingResult:
+        context, strategy, recipe = self.context, self.strategy, self.context.recipe
         cadence = Cadence(
             total_steps=context.order.num_steps,
             end_step=context.end_step,
-            evaluate_every=context.recipe.train.evaluate_every or context.order.steps_per_epoch,
-            save_every=context.recipe.train.save_every,
+            evaluate_every=recipe.train.evaluate_every or context.order.steps_per_epoch,
+            save_every=recipe.train.save_every,
         )
-        event_data = {"workers": strategy.num_workers, "precision": context.precision, "lr": context.recipe.peak_lr}
-        event_data |= {
-            "device": device.device_name(dtensor_utils.module_device(strategy.module)),
-            "global_batch_size": context.recipe.global_batch_size,
-        }
-        self._reporter.event("started", step=self._state.step, total_steps=context.order.num_steps, **event_data)
-        strategy.module.train()
-        step.warm_up(strategy, context.loss, context.pad_id, context.precision)
-        stream = batches(self._state.step, context.end_step)
-        self._profiler = StepProfiler(strategy, context.profile_path)
-        while self._state.step < context.end_step:
-            step_result = self._train_batch(self._next_batch(stream))
-            steps_done = self._state.step
-            if steps_done % context.recipe.train.log_every == 0 or steps_done == context.end_step:
-                self._report_progress(step_result)
-            due_actions = cadence.due_actions(steps_done) | ({"save"} if step_result.stop_requested else set())
-            row_results: dict[str, RaggedArray] = {}
-            with strategy.timeline.span(step_timing.EVALUATE):
-                if "evaluate" in due_actions and context.has_validation_rows:
-                    self._evaluate(row_results)
-                if context.is_rung and steps_done == context.end_step and context.has_validation_rows:
-                    self._save_rung(row_results)
-            if "save" in due_actions:
-                self._save()
-            self._profiler.end_step(steps_done - 1, step_result)
-            if step_result.stop_requested:
-                break
-        return self._finish()
-
-    # ---------------------------------------------------------------------------------------------------- one step
-
-    def _next_batch(self, stream: Iterator[WorkerBatch]) -> WorkerBatch:
-        section = "input_wait" if "first_batch" in self._clock.seconds else "first_batch"
-        with self._clock.section(section), self._strategy.timeline.span(step_timing.GET_BATCH):
-            return next(stream)
-
-    def _train_batch(self, batch: WorkerBatch) -> step.StepResult:
-        """Train one step, with decreasing loss scales while its gradient is infinite. Each row counts once, with its
-        usual dropout."""
-        context, scale = self._context, self._state.scale
-        while True:
-            scale_value = None if scale is None else scale.value
-            with self._clock.section("train"):
-                step_result = train_step(
-                    context, self._strategy, self._optimizer, batch, observer=self, scale=scale_value
-                )
-            scale = None if scale is None else scale.next_scale(is_finite=not step_result.is_skipped)
-            if scale is None or not step_result.is_skipped:
-                break
-            self._reporter.event("step_skipped", step=batch.step, scale=scale.value)
-            if scale.is_exhausted:
-                raise step.NonFinite(
-                    f"{_describe_step(context, batch.step)}: the gradient is not finite with any of "
-                    f"{scale.overflow_steps} loss "
-                    f"scales down to {2 * scale.value:g}: lower optim.lr, set train.precision=fp32, or set "
-                    "optim.max_grad_norm"
-                )
-        self._totals.add(step_result)
-        if step_result.noise_measurement is not None:
-            self._reporter.event(
-                gradient_noise.EVENT_KIND, step=batch.step + 1, **asdict(step_result.noise_measurement)
+        saver = CheckpointSaver(
+            *(context.run.checkpoints, recipe.train.keep_checkpoints, context.remote_copy),
+            *(self.reporter.event, strategy.watchdog),
+        )
+        with saver as self._saver:
+            self._restore()
+            self.reporter.event(
+                "started",
+                step=self.state.step,
+                total_steps=context.order.num_steps,
+                workers=strategy.num_workers,
+                precision=context.precision,
+                lr=recipe.peak_lr,
+                device=device.device_name(dtensor_utils.module_device(strategy.module)),
+                global_batch_size=recipe.global_batch_size,
             )
-        ledger = chain_digest(bytes.fromhex(self._state.ledger), batch.digest).hex()
-        self._state = replace(self._state, scale=scale, step=batch.step + 1, ledger=ledger)
+            strategy.module.train()
+            self.warm_up()
+            stream = batches(self.state.step, context.end_step)
+            profile = StepProfiler(
+                strategy.timeline, dtensor_utils.module_device(strategy.module), context.profile_path
+            )
+            while self.state.step < context.end_step:
+                with (
+                    self.clock.section("input_wait" if "first_batch" in self.clock.seconds else "first_batch"),
+                    strategy.timeline.span(profiler.GET_BATCH),
+                ):
+                    batch = next(stream)
+                step_result = self.train_step(batch)
+                steps_done = self.state.step
+                if steps_done % recipe.train.log_every == 0 or steps_done == context.end_step:
+                    self._report_progress(step_result)
+                due_actions = cadence.due_actions(steps_done)
+                with strategy.timeline.span(profiler.EVALUATE):
+                    row_results = None
+                    if "evaluate" in due_actions and context.has_validation_rows:
+                        row_results = self.evaluate()
+                    if context.is_rung and steps_done == context.end_step and context.has_validation_rows:
+                        self._save_rung(row_results)
+                if "save" in due_actions or step_result.stop_requested:
+                    self.save()
+                profile.end_step(
+                    steps_done - 1,
+                    rows=step_result.rows,
+                    micro_batches=step_result.micro_batches,
+                    real_tokens=step_result.real_tokens,
+                )
+                if step_result.stop_requested:
+                    break
+            return self._finish(profile)
+
+    def train_step(self, batch: WorkerBatch) -> step.StepResult:
+        """Train one step at its place in the run: its learning rate, dropout and rows. While the gradient is infinite
+        it is repeated with decreasing loss scales; each row counts once, with its usual dropout."""
+        import torch
+
+        context, step_number, scale = self.context, batch.step, self.state.scale
+        with self.clock.section("train"):
+            micro_batches, plan = self._prepare(batch)
+            rate = optimizers.learning_rate(context.recipe, step_number, context.order.num_steps)
+            optimizers.set_learning_rate(self.optimizer, rate)
+            while True:
+                seed = dropout.derive_seed(context.recipe.train.seed, step_number, self.strategy.replica_rank)
+                torch.manual_seed(seed)
+                try:
+                    step_result = self.run_step(micro_batches, scale=None if scale is None else scale.value, **plan)
+                except (step.NonFinite, step.WrongRows) as error:
+                    raise type(error)(f"{self._describe_step(step_number)}: {error}") from None
+                scale = None if scale is None else scale.next_scale(is_finite=not step_result.is_skipped)
+                if scale is None or not step_result.is_skipped:
+                    break
+                self.reporter.event("step_skipped", step=step_number, scale=scale.value)
+                if scale.is_exhausted:
+                    raise step.NonFinite(
+                        f"{self._describe_step(step_number)}: the gradient is not finite with any of "
+                        f"{scale.overflow_steps} loss scales down to {2 * scale.value:g}: {step.NON_FINITE_FIX}"
+                    )
+        self._totals.update(
+            rows_seen=step_result.rows,
+            real_tokens=step_result.real_tokens,
+            padded_tokens=step_result.padded_tokens,
+            micro_batches=step_result.micro_batches,
+            steps=1,
+        )
+        if (measurement := step_result.noise_measurement) is not None:
+            self.reporter.event(gradient_noise.EVENT_KIND, step=step_number + 1, **asdict(measurement))
+        ledger = chain_digest(bytes.fromhex(self.state.ledger), batch.digest).hex()
+        self.state = replace(self.state, scale=scale, step=step_number + 1, ledger=ledger)
         return step_result
 
+    def _prepare(self, batch: WorkerBatch) -> tuple[list[TokenBatch], dict[str, Any]]:
+        """The micro-batches of a step with the epoch's masks, and the plan of the step: the arguments of `run_step`."""
+        context, store = self.context, self.context.store
+        with self.strategy.timeline.span(profiler.GET_BATCH):
+            positions = context.order.positions(batch.step)
+            seed, epoch = context.recipe.train.seed, batch.step // context.order.steps_per_epoch
+            micro_batches = [
+                context.task.prepare(tokens, store.manifest.head, seed, epoch) for tokens in batch.micro_batches
+            ]
+            row_sum = step.sum_row_ids(store.column("train", "row_id")[positions])
+            is_planned = self.strategy.num_replicas > 1
+            targets = losses.plan_target_counts(self.loss, store, positions) if is_planned else None
+        has_random_rows = gradient_noise.has_random_rows(batch.step, context.random_step_interval)
+        measure_noise = context.measures_noise and has_random_rows
+        plan = {"expected_row_sum": row_sum, "expected_targets": targets, "measure_noise": measure_noise}
+        return micro_batches, plan
+
+    def _describe_step(self, step_number: int) -> str:
+        rows = self.context.store.describe_rows("train", self.context.order.positions(step_number))
+        return f"step {step_number} ({rows})"
+
     def _report_progress(self, step_result: step.StepResult) -> None:
-        totals, state = self._totals.sum_over_workers(self._strategy), self._state
-        self._reporter.event(
+        totals, state = self._sum_totals(), self.state
+        self.reporter.event(
             "progress",
             step=state.step,
-            total_steps=self._context.order.num_steps,
+            total_steps=self.context.order.num_steps,
             loss=round(step_result.loss, 5),
             ledger=state.ledger,
-            rows=totals.rows_seen,
-            real_tokens=totals.real_tokens,
-            padded_tokens=totals.padded_tokens,
-            train_s=self._clock.train_seconds,
+            rows=totals["rows_seen"],
+            real_tokens=totals["real_tokens"],
+            padded_tokens=totals["padded_tokens"],
+            train_s=self.clock.train_seconds,
         )
+
+    def _sum_totals(self) -> dict[str, int]:
+        """Totals over all workers, `steps` included. Called on every rank."""
+        import torch
+
+        # On the CPU: the process group has a backend for CPU tensors on every device.
+        local_totals = torch.tensor([self._totals[name] for name in TOTALS], dtype=torch.int64)
+        return dict(zip(TOTALS, self.strategy.sum_over_replicas(local_totals).tolist(), strict=True))
 
     # ------------------------------------------------------------------------------------------------------ evaluation
 
-    def _evaluate(self, row_results: dict[str, RaggedArray]) -> None:
-        """Score the validation rows into `row_results`; update the state if the score is the best."""
-        evaluation, is_best = self._validate(self._state.step, row_results)
+    def evaluate(self) -> RaggedArray:
+        """Score the validation rows, log the scores, and update the state if the weights are the best so far. Return
+        the row results."""
+        row_results = self._gather_row_results("valid")
+        evaluation, is_best = self._compare_with_best(self.state.step, row_results)
         if is_best:
-            self._state = best_checkpoint.with_best(evaluation, self._state)
-            self._row_results |= row_results
-        percent = 100 * evaluation.step / self._context.order.num_steps
-        self._reporter.score({"step": evaluation.step, "percent": percent, "score": evaluation.score})
+            self.state = evaluate.with_best(evaluation, self.state)
+            self._row_results["valid"] = row_results
+        percent = 100 * evaluation.step / self.context.order.num_steps
+        self.reporter.score({"step": evaluation.step, "percent": percent, "score": evaluation.score})
+        return row_results
 
-    def _validate(
-        self, step_number: int, row_results: dict[str, RaggedArray]
-    ) -> tuple[best_checkpoint.Evaluation, bool]:
-        """Score the validation rows by the weights of `step_number`, log the scores, and compare them with the best.
+    def _compare_with_best(self, step_number: int, row_results: RaggedArray) -> tuple[Evaluation, bool]:
+        """Log the scores of the weights of `step_number` on the validation rows, and compare them with the best.
 
-        `row_results` receives the row results. Rank 0 alone computes the loss and compares: on another machine the sum
-        over the rows may differ in its last bit, and the ranks must agree on the best.
+        Rank 0 alone computes the loss and compares: on another machine the sum over the rows may differ in its last
+        bit, and the ranks must agree on the best.
         """
-        context, scores = self._context, self._score_split("valid", row_results)
-        evaluation = best_checkpoint.Evaluation(step_number, scores[self._headline])
+        context, scores = self.context, self._score("valid", row_results)
+        evaluation = Evaluation(step_number, scores[self._headline])
 
         def compare() -> int:
             nonlocal evaluation
-            if valid_results := row_results.get("valid"):
-                loss = best_checkpoint.mean_row_loss(context.task, valid_results, context.store)
-                evaluation = evaluation._replace(loss=loss)
-            return best_checkpoint.is_better(evaluation, best_checkpoint.best_in(self._state))
+            evaluation = evaluation._replace(loss=evaluate.mean_row_loss(context.task, row_results, context.store))
+            return evaluate.is_better(evaluation, evaluate.best_in(self.state))
 
-        is_best = collectives.decide_on_rank_zero(self._strategy.watchdog, compare)
-        event_data = {"scores": scores, "loss": evaluation.loss, "train_s": self._clock.train_seconds}
-        self._reporter.event("evaluated", split="valid", step=step_number, **event_data)
+        is_best = collectives.decide_on_rank_zero(self.strategy.watchdog, compare)
+        event_data = {"scores": scores, "loss": evaluation.loss, "train_s": self.clock.train_seconds}
+        self.reporter.event("evaluated", split="valid", step=step_number, **event_data)
         self._evaluations[step_number] = evaluation
         return evaluation, bool(is_best)
 
-    def _save_rung(self, row_results: dict[str, RaggedArray]) -> None:
+    def _save_rung(self, row_results: RaggedArray | None) -> None:
         """Keep the predictions on the validation rows before the checkpoint, so that a rung's checkpoint always has
-        them."""
-        context, strategy, step_number = self._context, self._strategy, self._state.step
-        if (valid_results := row_results.get("valid")) is None:
-            with self._clock.section("evaluate"):
-                valid_results = gather_row_results(
-                    strategy, context.task, context.store, "valid", pad_id=context.pad_id, precision=context.precision
-                )
+        them. `row_results`: of the current weights, if they were just evaluated."""
+        context, step_number = self.context, self.state.step
+        if row_results is None:
+            row_results = self._gather_row_results("valid")
         collectives.decide_on_rank_zero(
-            strategy.watchdog, lambda: rung_predictions.write_rung(context.run, step_number, valid_results)
+            self.strategy.watchdog, lambda: evaluate.write_rung(context.run, step_number, row_results)
         )
-        self._reporter.event("rung", step=step_number)
+        self.reporter.event("rung", step=step_number)
 
-    def _score_split(self, split: str, row_results: dict[str, RaggedArray]) -> dict[str, float]:
-        context, strategy = self._context, self._strategy
-        with self._clock.section("evaluate"):
-            return evaluate(
-                strategy,
-                context.task,
-                context.store,
-                split,
-                pad_id=context.pad_id,
-                precision=context.precision,
-                results_by_split=row_results,
+    def _gather_row_results(self, split: str) -> RaggedArray:
+        context = self.context
+        with self.clock.section("evaluate"):
+            return evaluate.gather_row_results(
+                *(self.strategy, context.task, context.store, split), pad_id=self.pad_id, precision=self.precision
             )
+
+    def _score(self, split: str, row_results: RaggedArray) -> dict[str, float]:
+        with self.clock.section("evaluate"):
+            return evaluate.score_rows(self.strategy, self.context.task, self.context.store, split, row_results)
 
     @property
     def _headline(self) -> str:
-        return get_metric(self._context.task.output).headline
+        return get_metric(self.context.task.output).headline
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
-    def _restore(self) -> checkpoint_format.CheckpointState:
+    def save(self) -> None:
+        """Save a checkpoint; a thread writes it."""
+        strategy = self.strategy
+        with self.clock.section("checkpoint"), strategy.timeline.span(profiler.CHECKPOINT):
+            self._flush()  # no worker waits inside a collective for pending writes
+            with strategy.watchdog.extended_timeout():
+                self._saver.save(strategy.module, self.optimizer, self.state, strategy.gather_full_tensors)
+
+    def _flush(self) -> None:
+        def flush() -> int:
+            self._saver.flush()
+            return self.state.step
+
+        collectives.decide_on_rank_zero(self.strategy.watchdog, flush)
+
+    def _restore(self) -> None:
         """Select the checkpoint on rank 0; the other ranks follow, so that all start from the same one."""
-        folder, run_digest = self._saver.folder, self._context.run_digest
+        folder, run_digest = self._saver.folder, self.context.run_digest
 
         def select() -> int:
             quarantined_before = checkpoint_format.list_quarantined(folder)
             selected = self._saver.select_checkpoint(run_digest)
             for name, reason in checkpoint_format.list_quarantined(folder).items():
                 if name not in quarantined_before:
-                    self._reporter.event("quarantined", checkpoint=name, reason=reason)
+                    self.reporter.event("quarantined", checkpoint=name, reason=reason)
             return NO_STEP if selected is None else selected
 
-        step_number = collectives.decide_on_rank_zero(self._strategy.watchdog, select)
-        if step_number == NO_STEP:
-            return checkpoint_format.CheckpointState(
-                step=0, ledger=INITIAL_LEDGER.hex(), best_step=None, best_score=None, run_id=run_digest
-            )
-        state = self._load(step_number, self._optimizer)
-        # The best checkpoint is loaded at the end, so it must verify too; otherwise the search for the best restarts
-        # here.
-        if self._verify_best(state) == NO_STEP:
-            return best_checkpoint.with_best(None, state)
-        return state
+        step_number = collectives.decide_on_rank_zero(self.strategy.watchdog, select)
+        if step_number != NO_STEP:
+            self.state = self._load(step_number, self.optimizer)
+            # The best checkpoint is loaded at the end, so it must verify too; otherwise the search for the best
+            # restarts here.
+            if self._verify_best() == NO_STEP:
+                self.state = evaluate.with_best(None, self.state)
+        self.state = replace(self.state, scale=self.state.scale or checkpoint_format.initial_scale(self.precision))
+        logged_events = self.context.run.events("evaluated")
+        self._evaluations = evaluate.read_evaluations(logged_events, self._headline, self.state.step)
 
     def _load(
         self, step_number: int, optimizer: "torch.optim.Optimizer | None" = None
     ) -> checkpoint_format.CheckpointState:
         """Load a checkpoint into the model on every rank. Each rank reads it itself; some are slower than others."""
-        strategy, path = self._strategy, checkpoint_format.checkpoint_path(self._saver.folder, step_number)
+        strategy, path = self.strategy, checkpoint_format.checkpoint_path(self._saver.folder, step_number)
 
         @strategy.watchdog.extended_timeout()
         def load() -> checkpoint_format.CheckpointState:
@@ -407,143 +439,68 @@ class _TrainingLoop(step.Observer):
 
         return collectives.run_on_all_ranks(strategy.watchdog, load)
 
-    def _verify_best(self, state: checkpoint_format.CheckpointState) -> int:
+    def _verify_best(self) -> int:
         """Step of the best checkpoint, or NO_STEP. Rank 0 verifies it, and reports a lost one."""
-        step_number, folder = state.best_step, self._saver.folder
-        if step_number is None:
+        state, folder = self.state, self._saver.folder
+        if (step_number := state.best_step) is None:
             return NO_STEP
         if step_number == state.step:  # verified when it was loaded, or the current weights
             return step_number
         if collectives.decide_on_rank_zero(
-            self._strategy.watchdog, lambda: checkpoint_format.verify_or_quarantine(folder, step_number, state.run_id)
+            self.strategy.watchdog, lambda: checkpoint_format.verify_or_quarantine(folder, step_number, state.run_id)
         ):
             return step_number
-        self._reporter.event("best_lost", step=step_number)
+        self.reporter.event("best_lost", step=step_number)
         return NO_STEP
-
-    def _save(self) -> None:
-        strategy = self._strategy
-        with self._clock.section("checkpoint"), strategy.timeline.span(step_timing.CHECKPOINT):
-            self._flush()  # no worker waits inside a collective for pending writes
-            with strategy.watchdog.extended_timeout():
-                self._saver.save(strategy.module, self._optimizer, self._state, strategy.gather_full_tensors)
-
-    def _flush(self) -> None:
-        def flush() -> int:
-            self._saver.flush()
-            return self._state.step
-
-        collectives.decide_on_rank_zero(self._strategy.watchdog, flush)
 
     # ---------------------------------------------------------------------------------------------------------- the end
 
-    def _finish(self) -> TrainingResult:
+    def _finish(self, profile: StepProfiler) -> TrainingResult:
         """Restore the best weights and score them on the test rows (finished runs only); report the totals."""
-        context, state = self._context, self._state
+        context, state = self.context, self.state
         is_finished = state.step == context.order.num_steps
-        with self._clock.section("checkpoint"):
+        with self.clock.section("checkpoint"):
             self._flush()
             if not is_finished:  # immediately: the shutdown of the workers takes seconds and may come too late
-                self._reporter.event("saved", step=state.step)
+                self.reporter.event("saved", step=state.step)
             # Only a finished run uses its best weights; a rung or a preempted attempt reads and hashes nothing for
             # them.
-            step_number = (
-                self._verify_best(state) if is_finished else NO_STEP if state.best_step is None else state.best_step
-            )
-        if is_finished and step_number not in (NO_STEP, state.step):
-            self._load(step_number)
-        best_evaluation = best_checkpoint.best_in(state) if step_number != NO_STEP else None
-        if is_finished and step_number == NO_STEP:
-            step_number = state.step
-        if (
-            is_finished and best_evaluation is None and context.has_validation_rows
-        ):  # the best weights are lost: score the last ones
-            best_evaluation, _ = self._validate(step_number, self._row_results)
-        scores = (
-            {"valid": {self._headline: best_evaluation.score if best_evaluation else 0.0}}
-            if context.has_validation_rows
-            else {}
-        )
-        if is_finished and best_evaluation is not None:
-            self._reporter.event(
-                "best", headline=self._headline, **best_checkpoint.best_event(best_evaluation, self._evaluations)
-            )
+            best_step = self._verify_best() if is_finished else NO_STEP if state.best_step is None else state.best_step
+        best_evaluation = evaluate.best_in(state) if best_step != NO_STEP else None
+        scores: dict[str, dict[str, float]] = {}
         if is_finished:
-            scores["test"] = self._score_split("test", self._row_results)
-            self._reporter.event("evaluated", split="test", step=step_number, scores=scores["test"])
-        self._report_totals(is_finished, step_number)
-        return TrainingResult(is_finished, step_number, state.ledger, scores, self._row_results)
-
-    def _report_totals(self, is_finished: bool, best_step: int) -> None:
-        strategy, state = self._strategy, self._state
-        totals = self._totals.sum_over_workers(strategy)
-        self._reporter.event(
+            if best_step == NO_STEP:
+                best_step = state.step
+            elif best_step != state.step:
+                self._load(best_step)
+            if best_evaluation is None and context.has_validation_rows:  # the best weights are lost: score the last
+                self._row_results["valid"] = self._gather_row_results("valid")
+                best_evaluation, _ = self._compare_with_best(best_step, self._row_results["valid"])
+            if best_evaluation is not None:
+                event_data = evaluate.best_event(best_evaluation, self._evaluations)
+                self.reporter.event("best", headline=self._headline, **event_data)
+        if context.has_validation_rows:
+            scores["valid"] = {self._headline: best_evaluation.score if best_evaluation else 0.0}
+        if is_finished:
+            self._row_results["test"] = self._gather_row_results("test")
+            scores["test"] = self._score("test", self._row_results["test"])
+            self.reporter.event("evaluated", split="test", step=best_step, scores=scores["test"])
+        totals, strategy = self._sum_totals(), self.strategy
+        self.reporter.event(
             "trained",
             steps=state.step,
             best_step=best_step,
             order_digest=state.ledger,
-            rows_seen=totals.rows_seen,
-            real_tokens=totals.real_tokens,
-            padded_tokens=totals.padded_tokens,
-            micro_batches_per_step=round(totals.micro_batches / strategy.num_replicas / max(1, self._totals.steps), 3),
-            seconds={name: round(value, 3) for name, value in self._clock.seconds.items()},
+            rows_seen=totals["rows_seen"],
+            real_tokens=totals["real_tokens"],
+            padded_tokens=totals["padded_tokens"],
+            micro_batches_per_step=round(
+                totals["micro_batches"] / strategy.num_replicas / max(1, self._totals["steps"]), 3
+            ),
+            seconds={name: round(value, 3) for name, value in self.clock.seconds.items()},
             finished=is_finished,
             gradient_sync=strategy.comm_cost(),
-            stages=self._profiler.event_fields(),
+            stages=profile.event_fields(),
             **({} if state.scale is None else {"loss_scale": state.scale.value}),
         )
-
-
-def train_step(
-    context: TrainingContext,
-    strategy: Strategy,
-    optimizer: "torch.optim.Optimizer",
-    batch: WorkerBatch,
-    *,
-    run_step: step.RunStep | None = None,
-    observer: step.Observer | None = None,
-    scale: float | None = None,
-) -> step.StepResult:
-    """Train one step at its place in the run: its learning rate, dropout and rows.
-
-    Args:
-        run_step: A replacement for `step.run_step`.
-        observer: Passed to `run_step`, as is `scale`.
-    """
-    import torch
-
-    epoch = batch.step // context.order.steps_per_epoch
-    seed, head = context.recipe.train.seed, context.store.manifest.head
-    with strategy.timeline.span(step_timing.GET_BATCH):
-        micro_batches = [context.task.prepare(tokens, head, seed, epoch) for tokens in batch.micro_batches]
-        positions = context.order.positions(batch.step)
-        expected_row_sum = step.sum_row_ids(context.store.column("train", "row_id")[positions])
-        planned_counts = (
-            losses.plan_target_counts(context.loss, context.store, positions) if strategy.num_replicas > 1 else None
-        )
-    optimizers.set_learning_rate(
-        optimizer, optimizers.learning_rate(context.recipe, batch.step, context.order.num_steps)
-    )
-    torch.manual_seed(dropout.derive_seed(seed, batch.step, strategy.replica_rank))
-    try:
-        return (run_step or step.run_step)(
-            strategy,
-            optimizer,
-            context.loss,
-            micro_batches,
-            pad_id=context.pad_id,
-            precision=context.precision,
-            scale=scale,
-            max_grad_norm=context.recipe.optim.max_grad_norm,
-            expected_row_sum=expected_row_sum,
-            observer=observer,
-            measure_noise=context.measures_noise
-            and gradient_noise.has_random_rows(batch.step, context.random_step_interval),
-            expected_targets=planned_counts,
-        )
-    except (step.NonFinite, step.WrongRows) as error:
-        raise type(error)(f"{_describe_step(context, batch.step)}: {error}") from None
-
-
-def _describe_step(context: TrainingContext, step_number: int) -> str:
-    return f"step {step_number} ({context.store.describe_rows('train', context.order.positions(step_number))})"
+        return TrainingResult(is_finished, best_step, state.ledger, scores, self._row_results)

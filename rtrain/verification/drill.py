@@ -1,27 +1,33 @@
 """`rtrain drill RECIPE`: fault injection; a run with faults must end like an undisturbed one.
 
-Two runs have the same recipe and rows: a control run, and one with every fault of `faults.FAULTS` in turn. They must
+Two runs have the same recipe and rows: a control run, and one with every fault of `FAULTS` in turn. They must
 end with the same weights, bit for bit, and the same ledger of rows; every fault must resume from a checkpoint. If
 workers share a model, a rank of each kind of process group is killed and stopped.
 """
 
+import contextlib
 import hashlib
+import os
+import resource
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rtrain import config as configuration
+import psutil
+
+from rtrain import config as configuration, ray_internals
 from rtrain.checkpoint import format as checkpoint_format
-from rtrain.config import Config
+from rtrain.config import Config, TrainConfig
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.data.store import builder
+from rtrain.parallel.mesh import REPLICA_AXES
 from rtrain.report import html, summary
-from rtrain.runs import controller, node_checks, prepare
-from rtrain.verification import ledger
-from rtrain.verification.faults import FAULTS, DrillFault, find_leftover_workers, group_faults
+from rtrain.runs import controller, nodes, prepare
+from rtrain.verification import verify
 
 SAVE_EVERY = 8
 """Default number of steps between two checkpoints."""
@@ -30,6 +36,15 @@ KEEP_CHECKPOINTS = 3
 EXIT_TIMEOUT_S = 15.0
 HANG_TIMEOUT_S = 20.0
 """Shorter than the default of five minutes."""
+
+
+@dataclass(frozen=True)
+class DrillFault:
+    """`inject` acts once. A fault that damages the newest checkpoint recomputes one more interval of steps."""
+
+    name: str
+    inject: Callable[[Run], None]
+    recomputed_intervals: int = 1
 
 
 @dataclass
@@ -133,17 +148,11 @@ def run(
     `FAULTS` and the faults of the recipe's process groups."""
     begin, train = time.monotonic(), config.recipe.train
     faults = (*FAULTS, *group_faults(train, train.workers)) if faults is None else faults
-    save_every = config.recipe.train.save_every or SAVE_EVERY
-    config = configuration.with_overrides(
-        config,
-        {
-            "train.save_every": save_every,
-            "train.keep_checkpoints": KEEP_CHECKPOINTS,
-            "train.log_every": 1,
-            "cluster.hang_timeout_s": HANG_TIMEOUT_S,
-        }
-        | {"cluster.storage": None},
-    )
+    save_every = train.save_every or SAVE_EVERY
+    settings = {"save_every": save_every, "keep_checkpoints": KEEP_CHECKPOINTS, "log_every": 1}
+    overrides: dict[str, Any] = {f"train.{name}": value for name, value in settings.items()}
+    overrides |= {"cluster.hang_timeout_s": HANG_TIMEOUT_S, "cluster.storage": None}
+    config = configuration.with_overrides(config, overrides)
     steps = 3 * save_every * (len(faults) + 1)
     config = _with_enough_epochs(config, folder.parent, steps)
     control_run = prepare.prepare_run(config, folder / "control", tokens_root=folder.parent)
@@ -151,7 +160,9 @@ def run(
     fault_run = prepare.prepare_run(config, folder / "drilled", tokens_root=folder.parent)
     injector = DrillFaultInjector(fault_run.run, faults, save_every, on_event)
     _fit_with_faults(fault_run, steps, injector)
-    report = _make_report(control_run, fault_run, injector.results, len(faults), steps)
+    is_complete = len(injector.results) == len(faults)
+    report = _make_report(control_run.run, fault_run, injector.results, steps)
+    report.passed = report.passed and is_complete
     report.seconds = round(time.monotonic() - begin, 1)
     fault_run.run.append_event("drill_report", report=report.to_document())
     summary.write_summary(fault_run.run)
@@ -161,7 +172,7 @@ def run(
 
 def _with_enough_epochs(config: Config, root: Path, steps: int) -> Config:
     """The recipe with enough epochs for `steps` steps."""
-    source, model, *_ = node_checks.check_nodes(config, *prepare.check_run(config, root), root)
+    source, model, *_ = nodes.check_nodes(config, *prepare.check_run(config, root), root)
     store, _ = builder.build_or_open(config.recipe, source, model, root)
     steps_per_epoch = -(-store.num_rows("train") // config.recipe.global_batch_size)
     epochs = max(config.recipe.train.epochs, -(-steps // steps_per_epoch))
@@ -186,39 +197,24 @@ def _fit_with_faults(prepared: prepare.PreparedRun, steps: int, injector: DrillF
 
 
 def _make_report(
-    control_run: prepare.PreparedRun,
-    fault_run: prepare.PreparedRun,
-    results: Sequence[FaultResult],
-    num_faults: int,
-    steps: int,
+    control: Run, fault_run: prepare.PreparedRun, results: Sequence[FaultResult], steps: int
 ) -> DrillReport:
-    ledger_report = ledger.check_ledger(fault_run.run)
-    weights = [_digest_weights(prepared.run, steps) for prepared in (control_run, fault_run)]
-    is_same_weights = weights[0] is not None and weights[0] == weights[1]
-    is_same_order = (
-        ledger_report.passed and ledger_report.order_digest == ledger.check_ledger(control_run.run).order_digest
-    )
-    faults = [{**asdict(fault), "passed": fault.passed} for fault in results]
-    leftovers = _find_leftovers(fault_run.run)
-    passed = (
-        is_same_weights
-        and is_same_order
-        and not leftovers
-        and len(results) == num_faults
-        and all(fault.passed for fault in results)
-    )
-    train = fault_run.config.recipe.train
+    ledger, control_ledger = verify.check_ledger(fault_run.run), verify.check_ledger(control)
+    weights, control_weights = _digest_weights(fault_run.run, steps), _digest_weights(control, steps)
+    is_same_weights = weights is not None and weights == control_weights
+    is_same_order = ledger.passed and ledger.order_digest == control_ledger.order_digest
+    leftovers, train = _find_leftovers(fault_run.run), fault_run.config.recipe.train
     return DrillReport(
-        passed=passed,
+        passed=is_same_weights and is_same_order and not leftovers and all(fault.passed for fault in results),
         is_same_weights=is_same_weights,
-        rows_lost=ledger_report.missing_rows,
-        rows_repeated=ledger_report.repeated_rows,
+        rows_lost=ledger.missing_rows,
+        rows_repeated=ledger.repeated_rows,
         is_same_order=is_same_order,
         leftovers=leftovers,
         steps=steps,
         save_every=train.save_every or 0,
         workers=train.workers,
-        faults=faults,
+        faults=[{**asdict(fault), "passed": fault.passed} for fault in results],
         seconds=0.0,
     )
 
@@ -241,3 +237,119 @@ def _digest_weights(run: Run, step: int) -> str | None:
     if not all(path.is_file() for path in files):
         return None
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()
+
+
+def find_processes(class_name: str) -> list[int]:
+    """Process ids of this job's living actors of a class, in the order of their starts."""
+    import ray
+
+    job, node = ray.get_runtime_context().get_job_id(), ray.get_runtime_context().get_node_id()
+    actors = [
+        actor
+        for actor in ray_internals.list_actors()
+        if actor["ActorClassName"].endswith(class_name) and actor["State"] == "ALIVE" and actor["JobID"] == job
+    ]
+    if any(actor["Address"]["NodeID"] != node for actor in actors):
+        reason = "drill: a worker is on another machine, where it cannot be killed; drill on a single machine"
+        raise UserError(reason, code="unsupported")
+    return [actor["Pid"] for actor in sorted(actors, key=lambda actor: (actor["StartTime"], actor["Pid"]))]
+
+
+def find_group_peers(train: TrainConfig, workers: int) -> dict[str, int]:
+    """For each kind of process group in which workers share a model or gradients: a rank that shares such a group, and
+    no other, with rank 0. Empty if every worker has the full model, since all workers are alike then."""
+    peers, stride = dict[str, int](), 1
+    for axis in reversed(REPLICA_AXES):  # from the innermost axis of the mesh
+        if (size := getattr(train, axis)) > 1:
+            peers[f"{axis}={size}"] = stride
+            stride *= size
+    if workers > stride and (stride > 1 or train.zero_stage > 1):
+        peers[f"zero_stage={train.zero_stage}" if train.zero_stage > 1 else "replicas"] = stride
+    return peers
+
+
+def find_process(run: Run, rank: int) -> int:
+    """The process id of a rank, found by its open hang-traceback file."""
+    hang_file = str(run.hang_traceback(rank).resolve())
+    for pid in find_processes(WORKER_CLASS):
+        with contextlib.suppress(psutil.Error):
+            if hang_file in [file.path for file in psutil.Process(pid).open_files()]:
+                return pid
+    raise UserError(f"drill: no process is rank {rank}", code="not_found")
+
+
+def group_faults(train: TrainConfig, workers: int) -> tuple[DrillFault, ...]:
+    """Two faults for each kind of process group: a rank is killed, and a rank is stopped."""
+
+    def make_injector(rank: int, signal_number: int) -> Callable[[Run], None]:
+        return lambda run: os.kill(find_process(run, rank), signal_number)
+
+    signals = {"killed (SIGKILL)": signal.SIGKILL, "stopped (SIGSTOP)": signal.SIGSTOP}
+    return tuple(
+        DrillFault(f"rank {rank} by {group} {what}", make_injector(rank, number))
+        for group, rank in find_group_peers(train, workers).items()
+        for what, number in signals.items()
+    )
+
+
+def find_leftover_workers() -> list[str]:
+    """Processes of workers and controllers of this Ray session, even if Ray has lost track of them."""
+    processes = []
+    for pid in ray_internals.list_session_pids():
+        with contextlib.suppress(psutil.Error):
+            title = " ".join(psutil.Process(pid).cmdline())
+            if title.startswith((f"ray::{WORKER_CLASS}", f"ray::{CONTROLLER_CLASS}")):
+                processes.append(f"process {pid} ({title})")
+    return processes
+
+
+def _make_signal_injector(class_name: str, signal_number: int) -> Callable[[Run], None]:
+    return lambda run: os.kill(find_processes(class_name)[-1], signal_number)
+
+
+def _limit_file_size(run: Run) -> None:
+    """Limit the size of the workers' files to one page: the effect of a full disk, without filling one."""
+    for pid in find_processes(WORKER_CLASS):
+        psutil.Process(pid).rlimit(resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def _truncate_checkpoint(run: Run) -> None:
+    """Truncate the newest checkpoint's weights, as after a power failure, and kill the workers."""
+    path = _complete_checkpoints(run)[-1] / "model.safetensors"
+    os.truncate(path, path.stat().st_size // 2)
+    _kill_all()
+
+
+def _swap_checkpoints(run: Run) -> None:
+    """Swap the weights of the newest two checkpoints: both files are valid, but in the wrong place."""
+    first, second = (path / "model.safetensors" for path in _complete_checkpoints(run)[-2:])
+    temporary = first.with_suffix(".aside")
+    first.rename(temporary)
+    second.rename(first)
+    temporary.rename(second)
+    _kill_all()
+
+
+def _complete_checkpoints(run: Run) -> list[Path]:
+    return [
+        checkpoint_format.checkpoint_path(run.checkpoints, step)
+        for step in checkpoint_format.list_steps(run.checkpoints)
+    ]
+
+
+def _kill_all() -> None:
+    for pid in find_processes(WORKER_CLASS):
+        os.kill(pid, signal.SIGKILL)
+
+
+WORKER_CLASS, CONTROLLER_CLASS = "RayTrainWorker", "TrainController"
+
+FAULTS = (
+    DrillFault("worker killed (SIGKILL)", _make_signal_injector(WORKER_CLASS, signal.SIGKILL)),
+    DrillFault("worker terminated (SIGTERM)", _make_signal_injector(WORKER_CLASS, signal.SIGTERM)),
+    DrillFault("worker stopped (SIGSTOP)", _make_signal_injector(WORKER_CLASS, signal.SIGSTOP)),
+    DrillFault("controller killed (SIGKILL)", _make_signal_injector(CONTROLLER_CLASS, signal.SIGKILL)),
+    DrillFault("newest checkpoint torn", _truncate_checkpoint, recomputed_intervals=2),
+    DrillFault("checkpoint files swapped", _swap_checkpoints, recomputed_intervals=3),
+    DrillFault("disk full", _limit_file_size),
+)

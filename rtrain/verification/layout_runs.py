@@ -1,4 +1,4 @@
-"""Worker group of `rtrain verify`: train the same slice in several layouts and measure the differences.
+"""Layouts of `rtrain verify`: the plan of the cases, and the worker group that trains them and measures differences.
 
 There is no dropout, and nearly all cases are in float64: in fp32 correct code differs too, since Adam amplifies
 rounding if the true gradient is zero. The cases use the run's own stream, loop and step.
@@ -8,28 +8,249 @@ import copy
 import hashlib
 import math
 import shutil
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rtrain.checkpoint import format as checkpoint_format
-from rtrain.config import Recipe
+from rtrain.config import Config, Recipe, TrainConfig
 from rtrain.core import env
+from rtrain.core.errors import Problem
 from rtrain.core.run_folder import Run
 from rtrain.data import stream
-from rtrain.data.order import RowOrder, chain_digest
+from rtrain.data.order import RowOrder
 from rtrain.data.store.store import open_store
 from rtrain.models import builder
-from rtrain.parallel import collectives, dtensor_utils, factory as strategies
+from rtrain.parallel import collectives, dtensor_utils
 from rtrain.parallel.base import Strategy
+from rtrain.parallel.layout import build_strategy, check_parallelism
 from rtrain.tasks import base
-from rtrain.trainer import losses, optimizers, step, trainer
+from rtrain.trainer import losses, step
+from rtrain.trainer.trainer import Clock, Trainer, TrainingContext
 from rtrain.verification import planted_bugs
-from rtrain.verification.verify_plan import EXACT_PRECISION, SINGLE_WORKER, VerificationCase, case_train_config
 
 if TYPE_CHECKING:
     import torch
+
+EXACT_PRECISION = "fp64"
+SINGLE_WORKER = "1 worker"
+"""The reference, as a layout to resume from."""
+_PIPELINE = {"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}
+PAIR_LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 2": {"zero_stage": 2},
+    "zero 3": {"zero_stage": 3},
+    "tensor 2": {"tensor_parallel_size": 2},
+    "sequence": {"tensor_parallel_size": 2, "sequence_parallel": True},
+    "gpipe": {"pipeline_parallel_size": 2, "pipeline_schedule": "gpipe"},
+    "pipeline": _PIPELINE,
+    "interleaved": {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved"},
+    "context": {"context_parallel_size": 2},
+}
+"""Settings of `train` by the name of a layout."""
+GRID_LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero 2, tensor 2": {"zero_stage": 2, "tensor_parallel_size": 2},
+    "zero 3, sequence": {"zero_stage": 3, "tensor_parallel_size": 2, "sequence_parallel": True},
+    "pipeline of 2": _PIPELINE,
+    "context of 2": {"context_parallel_size": 2},
+    "pipeline, zero 3": {**_PIPELINE, "zero_stage": 3},
+    "pipeline, tensor 2": {**_PIPELINE, "tensor_parallel_size": 2},
+}
+"""Layouts of four workers: two replicas of two workers each, and one of all."""
+CUBE_LAYOUTS: dict[str, dict[str, Any]] = {
+    "2x2x2": {**_PIPELINE, "tensor_parallel_size": 2},
+    "2x2x2, zero 3": {**_PIPELINE, "tensor_parallel_size": 2, "zero_stage": 3},
+}
+"""Layouts of eight workers: two replicas of two stages on two workers each."""
+GRID_WORKERS, CUBE_WORKERS = 4, 8
+FP32_LAYOUT = "zero 3"
+"""The layout that is also trained in fp32, where its collectives differ from float64."""
+PLAIN_SETTINGS = {
+    **{"zero_stage": 0, "tensor_parallel_size": 1, "sequence_parallel": False},
+    **{"pipeline_parallel_size": 1, "context_parallel_size": 1, "gradient_compression": "none"},
+}
+"""Settings of a case without a layout. Compression is off, since its error is intended and no error of the sums."""
+
+MAX_BATCH_SIZE, FULL_MAX_BATCH_SIZE = 32, 97
+UNEVEN_MULTIPLE = 48
+"""Steps of the full matrix have a multiple of these rows, which two and three replicas split into full micro-batches of
+8, 4 and 2; and one row more, so that one replica has one micro-batch more."""
+MIN_FULL_ROWS = 1000
+"""Smallest number of rows in the full matrix."""
+TOKEN_BUDGET, FULL_TOKEN_BUDGET = 4_000, 40_000
+"""Token budget: long texts get fewer rows, so that the time of a slice does not depend on them."""
+FULL_STEPS = 4
+"""Full steps of the default slice. One step of a single row follows in both, in which all workers but one are idle."""
+
+# --------------------------------------------------------------------------------------------------------------- plan
+
+
+@dataclass(frozen=True)
+class VerificationCase:
+    """One layout of the slice."""
+
+    workers: int
+    micro_batch_size: int
+    layout: str = ""
+    """A key of `PAIR_LAYOUTS`, `GRID_LAYOUTS` or `CUBE_LAYOUTS`, or empty: the full model on every worker."""
+    resumed_from: str = ""
+    """The source of the mid-slice checkpoint from which the case starts, if any: `SINGLE_WORKER`, or a layout."""
+    bug: str | None = None
+    """A key of `planted_bugs.BUGS`, or None."""
+    precision: str = EXACT_PRECISION
+
+    @property
+    def is_exact(self) -> bool:
+        return self.precision == EXACT_PRECISION
+
+    @property
+    def name(self) -> str:
+        resumed_text = "resized from 1" if self.resumed_from == SINGLE_WORKER else f"resumed from {self.resumed_from}"
+        parts = [f"{self.workers} x {self.micro_batch_size}", self.layout, self.resumed_from and resumed_text]
+        parts += [self.bug or "", "" if self.is_exact else self.precision]
+        return ", ".join(part for part in parts if part)
+
+    @property
+    def checkpoint_name(self) -> str:
+        """Name of the checkpoint that the case leaves in mid-slice, or empty."""
+        return self.layout if self.is_exact and not self.resumed_from and not self.bug else ""
+
+
+@dataclass(frozen=True)
+class SkippedLayout:
+    """A layout that is not trained with this number of workers, and the bugs that would have been planted in it."""
+
+    workers: int
+    layout: str
+    reason: str
+    bugs: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class VerificationPlan:
+    """The plan: `rows` rows of the store in steps of `global_batch_size`, in each group's cases."""
+
+    rows: int
+    global_batch_size: int
+    groups: tuple[tuple[VerificationCase, ...], ...]
+    """One worker group each: all its cases have the same number of workers. The first case is the reference."""
+    skipped_layouts: tuple[SkippedLayout, ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return -(-self.rows // self.global_batch_size)
+
+    @property
+    def workers(self) -> int:
+        return max(group[0].workers for group in self.groups)
+
+
+LayoutCheck = Callable[[int, str], Sequence[Problem]]
+"""Returns the problems of a layout, by its name, on a number of workers."""
+
+
+def case_train_config(train: TrainConfig, layout: str, workers: int) -> TrainConfig:
+    """The section `train` of a case. Workers with a part of the model compute equally many micro-batches."""
+    settings = {**PLAIN_SETTINGS, "workers": workers, "min_workers": None}
+    if layout:
+        settings |= {"load_balancing": "off", **{**PAIR_LAYOUTS, **GRID_LAYOUTS, **CUBE_LAYOUTS}[layout]}
+    return train.model_copy(update=settings)
+
+
+def check_layout(recipe: Recipe, weights: Path, workers: int, layout: str) -> list[Problem]:
+    """Conflicts of a layout with the recipe, or with the model in the folder `weights`."""
+    train = case_train_config(recipe.train, layout, workers)
+    return check_parallelism(recipe.model_copy(update={"train": train}), weights)
+
+
+def make_plan(
+    config: Config,
+    row_size: tuple[int, float],
+    *,
+    full: bool = False,
+    plant_bugs: bool = False,
+    cores: int = 1,
+    find_problems: LayoutCheck = lambda workers, layout: (),
+) -> VerificationPlan:
+    """Plan slice and cases for a recipe. `row_size`: number of training rows, and their mean tokens; `cores` are for
+    workers."""
+    train_rows, mean_tokens = row_size
+    groups, skipped_layouts = list[tuple[VerificationCase, ...]](), list[SkippedLayout]()
+    if not full and cores < GRID_WORKERS:
+        reason = f"{GRID_WORKERS} workers have {cores} cores here; with --full they share them"
+        skipped_layouts += [SkippedLayout(GRID_WORKERS, layout, reason) for layout in GRID_LAYOUTS]
+    for workers, sizes, layouts in _case_groups(config.recipe.train, full, cores):
+        bugs: dict[str, Iterable[str]] = {}
+        if plant_bugs and len(groups) == 1:  # in the first group with several workers
+            bugs = {"": planted_bugs.possible_bugs(config.recipe.model.freeze), **planted_bugs.LAYOUT_BUGS}
+        valid_layouts = []
+        for layout in layouts:
+            if problems := find_problems(workers, layout):
+                reason = "; ".join(f"{problem.field}={problem.value}: {problem.reason}" for problem in problems)
+                skipped_layouts.append(SkippedLayout(workers, layout, reason, tuple(bugs.get(layout, ()))))
+            else:
+                valid_layouts.append(layout)
+        cases = _make_cases(workers, sizes, valid_layouts)
+        for layout in ("", *valid_layouts):
+            cases += [VerificationCase(workers, 3, layout, bug=bug) for bug in bugs.get(layout, ())]
+        groups.append(tuple(cases))
+    budget = int((FULL_TOKEN_BUDGET if full else TOKEN_BUDGET) / max(1.0, mean_tokens))
+    batch_size = min(config.recipe.global_batch_size, FULL_MAX_BATCH_SIZE if full else MAX_BATCH_SIZE)
+    batch_size = min(batch_size, budget // FULL_STEPS, train_rows // FULL_STEPS)
+    # At least four rows for each worker: two micro-batches of three, the second of them short.
+    batch_size = max(batch_size, 4 * max(group[0].workers for group in groups))
+    if full and batch_size > UNEVEN_MULTIPLE:
+        batch_size -= (batch_size - 1) % UNEVEN_MULTIPLE
+    steps = min(math.ceil(MIN_FULL_ROWS / batch_size), max(FULL_STEPS, budget // batch_size)) if full else FULL_STEPS
+    rows = min(steps * batch_size + 1, train_rows)
+    if rows > batch_size:
+        rows -= (rows - 1) % batch_size
+    return VerificationPlan(rows, batch_size, tuple(groups), tuple(skipped_layouts))
+
+
+def check_plan(config: Config, plan: VerificationPlan) -> list[Problem]:
+    """Problems of a slice: cases resume between two of its steps."""
+    if plan.steps > 1:
+        return []
+    reason = f"its {plan.rows} training rows are one step of {plan.global_batch_size}, and a case resumes between two"
+    fix = f"give {plan.global_batch_size + 1} of them or more"
+    return [Problem("data.path", config.recipe.data.path, reason, fix, code="too_few_rows")]
+
+
+def _case_groups(train: TrainConfig, full: bool, cores: int) -> list[tuple[int, tuple[int, ...], Sequence[str]]]:
+    """Worker groups: their workers, the micro-batch sizes of workers with the full model, and the layouts, which have
+    the second of these sizes."""
+    if full:
+        pairs = [(workers, (8, 4, 2), tuple(PAIR_LAYOUTS)) for workers in (2, 3)]
+        grids = [(GRID_WORKERS, (8, 4), tuple(GRID_LAYOUTS)), (CUBE_WORKERS, (8, 4), tuple(CUBE_LAYOUTS))]
+        return [(1, (8, 4, 2), ()), *pairs, *grids]
+    sizes = train.micro_batch_size, 3 if train.micro_batch_size != 3 else 2
+    grid = [(GRID_WORKERS, sizes, tuple(GRID_LAYOUTS))] if cores >= GRID_WORKERS else []
+    return [(1, sizes, ()), (max(2, train.workers), sizes, tuple(PAIR_LAYOUTS)), *grid]
+
+
+def _make_cases(workers: int, sizes: Sequence[int], layouts: Sequence[str]) -> list[VerificationCase]:
+    """Cases of a group: each layout is trained, and resumed by the next one; the last by workers with the full
+    model."""
+    cases = [VerificationCase(workers, size) for size in sizes]
+    if workers == 1:
+        return [*cases, *(VerificationCase(1, size, precision="fp32") for size in sizes[:2])]
+    if FP32_LAYOUT in layouts:
+        cases.append(VerificationCase(workers, sizes[1], FP32_LAYOUT, precision="fp32"))
+    cases.append(VerificationCase(workers, sizes[1], resumed_from=SINGLE_WORKER))
+    cases += [VerificationCase(workers, sizes[1], name) for name in layouts]
+    chain = pairwise([*layouts, ""])
+    return [*cases, *(VerificationCase(workers, sizes[1], into, resumed_from=name) for name, into in chain)]
+
+
+def max_group_workers(train: TrainConfig, full: bool, cores: int) -> int:
+    """Workers of the largest group."""
+    return max(workers for workers, _, _ in _case_groups(train, full, cores))
+
+
+# ------------------------------------------------------------------------------------------------------ worker group
 
 REFERENCE = "reference"
 GRADIENT_FLOOR = 1e-6
@@ -57,11 +278,6 @@ class CaseMeasurement:
     seconds: float = 0.0
 
 
-def reference_name(case: VerificationCase) -> str:
-    """Folder of the reference of a case."""
-    return REFERENCE if case.precision == EXACT_PRECISION else f"{REFERENCE}-{case.precision}"
-
-
 @dataclass(frozen=True)
 class TrainingSlice:
     """Common inputs of the cases: rows of a store, a recipe, and a model's weights."""
@@ -80,110 +296,86 @@ def run_group(training_slice: TrainingSlice, cases: Sequence[VerificationCase]) 
     import torch
 
     torch.set_num_threads(max(1, env.available_cores() // ray.train.get_context().get_local_world_size()))
-    runner = _CaseRunner(training_slice)
+    recipe, folder, store = training_slice.recipe, training_slice.model, open_store(training_slice.store)
+    task = base.get_task(recipe.task)
+    built = builder.build_network(folder, task, store.manifest.labels, recipe.train.seed, recipe.model)
+    # Evaluation mode disables dropout for every architecture; encoders have no other layer with two modes.
+    initial_network = cast("torch.nn.Module", built).double().eval()
+    order = RowOrder(store.manifest.digest, training_slice.rows, recipe.global_batch_size, 1, recipe.train.seed)
+    context = TrainingContext(
+        recipe=recipe,
+        run=Run(training_slice.scratch),
+        store=store,
+        task=task,
+        loss=losses.make_loss(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
+        order=order,
+        pad_id=builder.pad_id(folder),
+        precision=EXACT_PRECISION,
+        end_step=order.num_steps,
+    )
     for case in cases:
-        runner.run(case)
-
-
-@dataclass
-class _CaseRunner:
-    training_slice: TrainingSlice
-    context: trainer.TrainingContext = field(init=False)
-    initial_network: "torch.nn.Module" = field(init=False)
-
-    def __post_init__(self) -> None:
-        recipe, folder, store = (
-            self.training_slice.recipe,
-            self.training_slice.model,
-            open_store(self.training_slice.store),
-        )
-        task = base.get_task(recipe.task)
-        network = builder.build_network(folder, task, store.manifest.labels, recipe.train.seed, recipe.model)
-        # Evaluation mode disables dropout for every architecture; encoders have no other layer with two modes.
-        self.initial_network = cast("torch.nn.Module", network).double().eval()
-        order = RowOrder(
-            store.manifest.digest, self.training_slice.rows, recipe.global_batch_size, 1, recipe.train.seed
-        )
-        self.context = trainer.TrainingContext(
-            recipe=recipe,
-            run=Run(self.training_slice.scratch),
-            store=store,
-            task=task,
-            loss=losses.make_loss(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
-            order=order,
-            pad_id=builder.pad_id(folder),
-            precision=EXACT_PRECISION,
-            end_step=order.num_steps,
-        )
-
-    def run(self, case: VerificationCase) -> None:
-        clock = trainer.Clock()
-        with clock.section("case"):
-            train = case_train_config(self.context.recipe.train, case.layout, case.workers)
-            network = copy.deepcopy(self.initial_network)
-            strategy = strategies.build_strategy(
-                network if case.precision == EXACT_PRECISION else network.float(), train
-            )
-            reference = _ReferenceFiles(case, self.training_slice, is_active=collectives.is_rank_zero())
-            measurement = self._train(case, strategy, reference)
-            measurement.differing_workers = _count_differing_workers(strategy.module)
-        measurement.seconds = round(clock.seconds["case"], 2)
+        start = time.perf_counter()
+        network = copy.deepcopy(initial_network)
+        train = case_train_config(recipe.train, case.layout, case.workers)
+        strategy = build_strategy(network if case.is_exact else network.float(), train)
+        reference = _ReferenceFiles(case, training_slice, is_active=collectives.is_rank_zero())
+        measurement = _train(replace(context, precision=case.precision), case, strategy, reference)
+        reference.compare_weights(initial_network, strategy, measurement)
+        measurement.differing_workers = _count_differing_workers(strategy.module)
+        measurement.seconds = round(time.perf_counter() - start, 2)
         if collectives.is_rank_zero():  # with sharded layers several workers belong to replica 0
-            self.context.run.append_event("case", **asdict(case), name=case.name, measurement=asdict(measurement))
+            context.run.append_event("case", **asdict(case), name=case.name, measurement=asdict(measurement))
 
-    def _train(self, case: VerificationCase, strategy: Strategy, reference: "_ReferenceFiles") -> CaseMeasurement:
-        context, measurement = replace(self.context, precision=case.precision), CaseMeasurement()
-        optimizer = optimizers.build_run_optimizer(strategy, context.recipe)
-        first_step, link = 0, trainer.INITIAL_LEDGER
-        if case.resumed_from:
-            state = checkpoint_format.load_checkpoint(
-                reference.checkpoint_path(case.resumed_from), strategy.module, optimizer
-            )
-            first_step, link = state.step, bytes.fromhex(state.ledger)
-        step.warm_up(strategy, context.loss, context.pad_id, context.precision)
-        teacher = context.recipe.teacher_logits_key
-        stream_spec = stream.StreamSpec(
-            context.store.folder,
-            context.order,
-            strategy.num_replicas,
-            strategy.replica_rank,
-            case.micro_batch_size,
-            teacher_version=teacher,
-        )
-        for batch in stream.stream_batches(stream_spec, first_step, context.order.num_steps):
-            step_result = trainer.train_step(
-                context,
-                strategy,
-                optimizer,
-                batch,
-                run_step=planted_bugs.BUGS[case.bug] if case.bug else None,
-                observer=_GradientObserver(reference, batch.step, measurement),
-            )
-            link = chain_digest(link, batch.digest)
-            measurement.rows += step_result.rows
-            measurement.max_micro_batches = max(measurement.max_micro_batches, step_result.micro_batches)
-            should_checkpoint = case.checkpoint_name or (
-                not reference.is_complete and case.precision == EXACT_PRECISION
-            )
-            if should_checkpoint and batch.step + 1 == context.order.num_steps // 2:
-                reference.save_checkpoint(
-                    case.checkpoint_name or SINGLE_WORKER, strategy, optimizer, batch.step + 1, link
-                )
-        measurement.rows, measurement.order_digest = _sum_over_replicas(strategy, measurement.rows), link.hex()
-        reference.compare_weights(self.initial_network, strategy, measurement)
-        return measurement
+
+def _train(
+    context: TrainingContext, case: VerificationCase, strategy: Strategy, reference: "_ReferenceFiles"
+) -> CaseMeasurement:
+    import torch
+
+    measurement = CaseMeasurement()
+    bases = (planted_bugs.BUGS[case.bug], Trainer) if case.bug else (Trainer,)
+    trainer: Trainer = type("CaseTrainer", bases, {})(context, strategy, _NoReporter(), Clock())
+    trainer.observer = _GradientObserver(trainer, reference, measurement)
+    if case.resumed_from:
+        path = reference.checkpoint_path(case.resumed_from)
+        trainer.state = checkpoint_format.load_checkpoint(path, strategy.module, trainer.optimizer)
+    trainer.warm_up()
+    stream_spec = stream.StreamSpec(
+        context.store.folder,
+        context.order,
+        *(strategy.num_replicas, strategy.replica_rank, case.micro_batch_size),
+        teacher_version=context.recipe.teacher_logits_key,
+    )
+    checkpoint_name = case.checkpoint_name or (SINGLE_WORKER if case.is_exact and not reference.is_complete else "")
+    for batch in stream.stream_batches(stream_spec, trainer.state.step, context.order.num_steps):
+        step_result = trainer.train_step(batch)
+        measurement.rows += step_result.rows
+        measurement.max_micro_batches = max(measurement.max_micro_batches, step_result.micro_batches)
+        if checkpoint_name and trainer.state.step == context.order.num_steps // 2:
+            reference.save_checkpoint(checkpoint_name, trainer)
+    measurement.rows = int(strategy.sum_over_replicas(torch.tensor([measurement.rows])).item())
+    measurement.order_digest = trainer.state.ledger
+    return measurement
+
+
+class _NoReporter(step.Observer):
+    def event(self, kind: str, **fields: Any) -> None:
+        pass
+
+    def score(self, metrics: dict[str, Any]) -> None:
+        pass
 
 
 @dataclass
 class _GradientObserver(step.Observer):
     """Compares each gradient with the reference's."""
 
+    trainer: Trainer
     reference: "_ReferenceFiles"
-    step_number: int
     measurement: CaseMeasurement
 
     def on_gradient(self, strategy: Strategy) -> None:
-        self.reference.compare_gradient(strategy, self.step_number, self.measurement)
+        self.reference.compare_gradient(strategy, self.trainer.state.step, self.measurement)
 
 
 class _ReferenceFiles:
@@ -191,48 +383,42 @@ class _ReferenceFiles:
     with them."""
 
     def __init__(self, case: VerificationCase, training_slice: TrainingSlice, is_active: bool):
-        self._folder = folder = training_slice.scratch / reference_name(case)
+        self._folder = training_slice.scratch / (REFERENCE if case.is_exact else f"{REFERENCE}-{case.precision}")
         self._is_active, self._middle_step = is_active, training_slice.steps // 2
-        self._floor = GRADIENT_FLOOR if case.precision == EXACT_PRECISION else FP32_GRADIENT_FLOOR
-        self.is_complete = (folder / "weights.safetensors").is_file()
+        self._floor = GRADIENT_FLOOR if case.is_exact else FP32_GRADIENT_FLOOR
+        self.is_complete = (self._folder / "weights.safetensors").is_file()
         self.is_writer = is_active and not self.is_complete
         if is_active:
-            folder.mkdir(exist_ok=True)
+            self._folder.mkdir(exist_ok=True)
 
     def checkpoint_path(self, name: str) -> Path:
         return checkpoint_format.checkpoint_path(self._folder / name, self._middle_step)
 
-    def save_checkpoint(self, name: str, strategy: Strategy, optimizer: Any, step_number: int, link: bytes) -> None:
+    def save_checkpoint(self, name: str, trainer: Trainer) -> None:
         """Called on every rank. A rank that reads the checkpoint has synchronized with rank 0 since."""
-        state = checkpoint_format.CheckpointState(step_number, link.hex(), None, None)
+        strategy = trainer.strategy
         snapshot = checkpoint_format.Snapshot.capture(
-            strategy.module, optimizer, state, gather=strategy.gather_full_tensors
+            strategy.module, trainer.optimizer, trainer.state, gather=strategy.gather_full_tensors
         )
         if self._is_active:
             checkpoint_format.write_checkpoint(self._folder / name, snapshot)
 
     def compare_gradient(self, strategy: Strategy, step_number: int, measurement: CaseMeasurement) -> None:
         """Called on every rank. Rank 0's gradient stands for all, as the final comparison of weights shows."""
-        local_gradients = {
-            name: value.grad for name, value in strategy.module.named_parameters() if value.grad is not None
-        }
+        parameters = strategy.module.named_parameters()
+        local_gradients = {name: value.grad for name, value in parameters if value.grad is not None}
         gradients = dict(strategy.gather_full_tensors(local_gradients))
         if not self._is_active:
             return
         path = self._folder / f"gradient-{step_number}.safetensors"
         if self.is_writer:
-            _write_tensors(
-                path,
-                {key: part for name, grad in gradients.items() for key, part in _compact_gradient(name, grad).items()},
-            )
+            _write_tensors(path, dict(_compact_gradients(gradients)))
             return
-        reference_tensors = _read_tensors(path)
-        norms = {
-            name: float(value.norm()) for name, value in reference_tensors.items() if not name.endswith(ROWS_SUFFIX)
-        }
+        reference = _read_tensors(path)
+        norms = {name: float(value.norm()) for name, value in reference.items() if not name.endswith(ROWS_SUFFIX)}
         total = sum(norm**2 for norm in norms.values()) ** 0.5
         for name, grad in gradients.items():
-            ratio = _gradient_distance(grad, reference_tensors, name) / max(norms.get(name, 0.0), self._floor * total)
+            ratio = _gradient_distance(grad, reference, name) / max(norms.get(name, 0.0), self._floor * total)
             if not ratio <= measurement.gradient_ratio:  # NaN counts as the largest
                 measurement.gradient_ratio, measurement.worst_tensor, measurement.worst_step = ratio, name, step_number
         if missing := norms.keys() - gradients.keys():  # as wrong as a gradient of zeros
@@ -242,9 +428,9 @@ class _ReferenceFiles:
     def compare_weights(
         self, initial_network: "torch.nn.Module", strategy: Strategy, measurement: CaseMeasurement
     ) -> None:
-        weights = dict(
-            strategy.gather_full_tensors({name: value.detach() for name, value in strategy.module.named_parameters()})
-        )
+        """Called on every rank, at the end."""
+        local_weights = {name: value.detach() for name, value in strategy.module.named_parameters()}
+        weights = dict(strategy.gather_full_tensors(local_weights))
         if not self._is_active:
             return
         path = self._folder / "weights.safetensors"
@@ -261,32 +447,30 @@ class _ReferenceFiles:
         measurement.weights_ratio = (difference / reference_distance) ** 0.5
 
 
-# ---------------------------------------------------------------------------------------------------------- tensors
-
 ROWS_SUFFIX = ":rows"
 
 
-def _compact_gradient(name: str, grad: "torch.Tensor") -> dict[str, "torch.Tensor"]:
-    """A gradient, or only its nonzero rows: a step touches few rows of an embedding table."""
-    if grad.dim() == 2:
-        rows = grad.ne(0).any(dim=1).nonzero().squeeze(1)
-        if 2 * len(rows) < len(grad):
-            return {name: grad[rows], name + ROWS_SUFFIX: rows}
-    return {name: grad}
+def _compact_gradients(gradients: "dict[str, torch.Tensor]") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Each gradient, or only its nonzero rows: a step touches few rows of an embedding table."""
+    for name, grad in gradients.items():
+        rows = grad.ne(0).any(dim=1).nonzero().squeeze(1) if grad.dim() == 2 else None
+        if rows is not None and 2 * len(rows) < len(grad):
+            yield name, grad[rows]
+            yield name + ROWS_SUFFIX, rows
+        else:
+            yield name, grad
 
 
-def _gradient_distance(grad: "torch.Tensor", reference_tensors: dict[str, "torch.Tensor"], name: str) -> float:
-    if name not in reference_tensors:
+def _gradient_distance(grad: "torch.Tensor", reference: "dict[str, torch.Tensor]", name: str) -> float:
+    if name not in reference:
         return float(grad.norm())
-    rows = reference_tensors.get(name + ROWS_SUFFIX)
-    if rows is None:
-        return float((grad - reference_tensors[name]).norm())
     residual = grad.clone()
-    residual[rows] -= reference_tensors[name]
+    rows = reference.get(name + ROWS_SUFFIX)
+    residual[... if rows is None else rows] -= reference[name]
     return float(residual.norm())
 
 
-def _write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
+def _write_tensors(path: Path, tensors: "dict[str, torch.Tensor]") -> None:
     from safetensors.torch import save_file
 
     draft = path.with_suffix(".draft")
@@ -294,16 +478,10 @@ def _write_tensors(path: Path, tensors: dict[str, "torch.Tensor"]) -> None:
     shutil.move(draft, path)
 
 
-def _read_tensors(path: Path) -> dict[str, "torch.Tensor"]:
+def _read_tensors(path: Path) -> "dict[str, torch.Tensor]":
     from safetensors.torch import load_file
 
     return load_file(path)
-
-
-def _sum_over_replicas(strategy: Strategy, value: int) -> int:
-    import torch
-
-    return int(strategy.sum_over_replicas(torch.tensor([value])).item())
 
 
 def _count_differing_workers(module: "torch.nn.Module") -> int:

@@ -1,130 +1,138 @@
 """Common bugs, planted on purpose: `rtrain verify --inject-bugs` shows that each of them is detected.
 
-Each function replaces `step.run_step` and trains with one mistake.
+Each class is a `StepRunner` that makes one mistake, and a base class of a trainer that does.
 """
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rtrain.core.ragged import Ints, TokenBatch
+from rtrain.core.ragged import TokenBatch
 from rtrain.parallel.base import MicroBatchRunnerProtocol, Strategy
 from rtrain.parallel.ddp import DDPStrategy
 from rtrain.parallel.pipeline import PipelineStrategy
-from rtrain.trainer import step
+from rtrain.trainer.step import StepResult, StepRunner
 
 if TYPE_CHECKING:
     import torch
 
 
-def average_micro_batch_means(
-    strategy: Strategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
-) -> step.StepResult:
-    """Average the means of the micro-batches: rows of a short micro-batch weigh more."""
-    return step.run_step(strategy, optimizer, _MeanLoss(strategy, loss, micro_batches), micro_batches, **settings)
+class MeanOfMeans(StepRunner):
+    """Averages the means of the micro-batches: rows of a short micro-batch weigh more."""
 
+    def run_step(self, micro_batches: Sequence[TokenBatch], **plan: Any) -> StepResult:
+        self._num_micro_batches = self.strategy.num_replicas * len(micro_batches)
+        self._totals_by_part = _sum_over_replicas(self.strategy, self._count_targets(micro_batches))
+        return super().run_step(micro_batches, **plan)
 
-def drop_tail_row(
-    strategy: Strategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
-) -> step.StepResult:
-    """Drop the last row of each worker, like a loader that drops incomplete batches."""
-    shortened = [
-        *micro_batches[:-1],
-        *([] if not micro_batches or len(micro_batches[-1]) == 1 else [_drop_last_row(micro_batches[-1])]),
-    ]
-    # Without the row check, which would stop the run at once: the figures must show the bug.
-    if _count_rows(strategy, shortened) == 0:
-        shortened = list(micro_batches)
-    return step.run_step(strategy, optimizer, loss, shortened, **{**settings, "expected_row_sum": None})
-
-
-def all_reduce_twice(
-    strategy: DDPStrategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
-) -> step.StepResult:
-    """Sum the gradient over the workers once more after its all-reduce."""
-
-    def sum_again() -> None:
-        for parameter in strategy.module.parameters():
-            if parameter.grad is not None:
-                strategy.sum_over_replicas(parameter.grad)
-
-    return step.run_step(
-        _FaultAfterMicroBatch(strategy, after_last=sum_again), optimizer, loss, micro_batches, **settings
-    )
-
-
-def ignore_accumulation(
-    strategy: DDPStrategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
-) -> step.StepResult:
-    """Forget all micro-batches but the last, as if each one cleared the gradient."""
-
-    return step.run_step(
-        _FaultAfterMicroBatch(strategy, after_others=strategy.begin_step), optimizer, loss, micro_batches, **settings
-    )
-
-
-def keep_stale_embedding_row(
-    strategy: DDPStrategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
-) -> step.StepResult:
-    """Keep the row of the first token (`[CLS]`) unchanged, as if it were missing from the synchronized rows."""
-    table = strategy.module.get_input_embeddings().weight  # type: ignore[operator]
-    row = int(micro_batches[0].ids[0]) if micro_batches else None
-
-    def drop_gradient() -> None:
-        if row is not None:
-            table.grad[row] = 0.0
-
-    return step.run_step(
-        _FaultAfterMicroBatch(strategy, after_last=drop_gradient), optimizer, loss, micro_batches, **settings
-    )
-
-
-class _MeanLoss:
-    """A loss that `step.run_step`, which divides by the step's targets, turns into a mean of the micro-batches'
-    means."""
-
-    def __init__(self, strategy: Strategy, loss: step.Loss, micro_batches: Sequence[TokenBatch]):
-        import torch
-
-        self._loss, self._num_micro_batches, self.num_parts = (
-            loss,
-            strategy.num_replicas * len(micro_batches),
-            loss.num_parts,
-        )
-        counts = [sum(part) for part in zip([0] * loss.num_parts, *map(loss.count_targets, micro_batches), strict=True)]
-        self._totals = strategy.sum_over_replicas(torch.tensor(counts)).tolist()
-
-    def count_targets(self, tokens: TokenBatch) -> Sequence[int]:
-        return self._loss.count_targets(tokens)
-
-    def logit_positions(self, tokens: TokenBatch) -> Ints | None:
-        return self._loss.logit_positions(tokens)
-
-    def __call__(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
+    def compute_loss(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
+        if tokens is self.idle_tokens:
+            return super().compute_loss(logits, tokens)
+        counts = self.loss.count_targets(tokens)
         factors = [
             total / (self._num_micro_batches * max(1, count))
-            for total, count in zip(self._totals, self.count_targets(tokens), strict=True)
+            for total, count in zip(self._totals_by_part, counts, strict=True)
         ]
-        sums = self._loss(logits, tokens)
-        return sums * sums.new_tensor(factors)
+        correct_factors = self._factors
+        self._factors = correct_factors * correct_factors.new_tensor(factors)
+        loss = super().compute_loss(logits, tokens)
+        self._factors = correct_factors
+        return loss
 
 
-def count_gradient_twice(strategy: Strategy, *rest: Any, **settings: Any) -> step.StepResult:
-    """Count every gradient twice, as with two hooks on the same weights."""
-    return step.run_step(_FaultAfterRun(strategy, lambda: strategy.scale_gradients(2.0)), *rest, **settings)
+class DroppedTailRow(StepRunner):
+    """Drops the last row of each worker, like a loader that drops incomplete batches."""
+
+    def run_step(self, micro_batches: Sequence[TokenBatch], **plan: Any) -> StepResult:
+        tail = [tokens.take(range(len(tokens) - 1)) for tokens in micro_batches[-1:] if len(tokens) > 1]
+        shortened = [*micro_batches[:-1], *tail]
+        if _sum_over_replicas(self.strategy, [sum(len(tokens) for tokens in shortened)]) == [0]:
+            shortened = list(micro_batches)
+        # Without the row check, which would stop the run at once: the figures must show the bug.
+        return super().run_step(shortened, **{**plan, "expected_row_sum": None})
 
 
-def leave_out_replica(
-    strategy: Strategy, optimizer: Any, loss: step.Loss, micro_batches: Sequence[TokenBatch], **settings: Any
-) -> step.StepResult:
-    """Lose the gradient of a replica, as with a wrong process group."""
-    return step.run_step(
-        strategy, optimizer, _ZeroLoss(loss) if strategy.replica_rank else loss, micro_batches, **settings
-    )
+class ReplicaLeftOut(StepRunner):
+    """Loses the gradient of a replica, as with a wrong process group."""
+
+    def compute_loss(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
+        loss = super().compute_loss(logits, tokens)
+        return loss * 0.0 if self.strategy.replica_rank else loss
+
+
+# ------------------------------------------------------------------------------------------------- faults of a strategy
+
+
+class _FaultyStrategy(StepRunner):
+    """Runs the micro-batches of a step by a strategy with a mistake, which shares the state of the correct one."""
+
+    def run_step(self, micro_batches: Sequence[TokenBatch], **plan: Any) -> StepResult:
+        correct = self.strategy
+        self.strategy = self._make_faulty(correct, micro_batches)
+        try:
+            return super().run_step(micro_batches, **plan)
+        finally:
+            self.strategy = correct
+
+    def _make_faulty(self, strategy: Any, micro_batches: Sequence[TokenBatch]) -> Any:
+        raise NotImplementedError
+
+
+class GradientTwice(_FaultyStrategy):
+    """Counts every gradient twice, as with two hooks on the same weights."""
+
+    def _make_faulty(self, strategy: Strategy, micro_batches: Sequence[TokenBatch]) -> Any:
+        return _FaultAfterRun(strategy, lambda: strategy.scale_gradients(2.0))
+
+
+class DoubleAllReduce(_FaultyStrategy):
+    """Sums the gradient over the workers once more after its all-reduce."""
+
+    def _make_faulty(self, strategy: DDPStrategy, micro_batches: Sequence[TokenBatch]) -> Any:
+        def sum_again() -> None:
+            for parameter in strategy.module.parameters():
+                if parameter.grad is not None:
+                    strategy.sum_over_replicas(parameter.grad)
+
+        return _FaultAfterMicroBatch(strategy, after_last=sum_again)
+
+
+class IgnoredAccumulation(_FaultyStrategy):
+    """Forgets all micro-batches but the last, as if each one cleared the gradient."""
+
+    def _make_faulty(self, strategy: DDPStrategy, micro_batches: Sequence[TokenBatch]) -> Any:
+        return _FaultAfterMicroBatch(strategy, after_others=strategy.begin_step)
+
+
+class StaleEmbeddingRow(_FaultyStrategy):
+    """Keeps the row of the first token (`[CLS]`) unchanged, as if it were missing from the synchronized rows."""
+
+    def _make_faulty(self, strategy: DDPStrategy, micro_batches: Sequence[TokenBatch]) -> Any:
+        table = strategy.module.get_input_embeddings().weight  # type: ignore[operator]
+
+        def drop_gradient() -> None:
+            for tokens in micro_batches[:1]:
+                table.grad[int(tokens.ids[0])] = 0.0
+
+        return _FaultAfterMicroBatch(strategy, after_last=drop_gradient)
+
+
+class EdgeGradientLost(_FaultyStrategy):
+    """Treats the received input of a stage as a constant: earlier stages get a gradient of zero."""
+
+    def _make_faulty(self, strategy: PipelineStrategy, micro_batches: Sequence[TokenBatch]) -> Any:
+        return _DetachedPipeline(strategy)
+
+
+class GradientDivided(_FaultyStrategy):
+    """Divides the gradient, a sum over micro-batches, by their number: torch's schedules do so with `scale_grads`."""
+
+    def _make_faulty(self, strategy: PipelineStrategy, micro_batches: Sequence[TokenBatch]) -> Any:
+        return _ScaledPipeline(strategy)
 
 
 class _FaultAfterRun:
-    """A strategy with a mistake after the micro-batches of a step."""
+    """A mistake after the micro-batches of a step."""
 
     def __init__(self, strategy: Strategy, after: Callable[[], None]):
         self._strategy, self._after = strategy, after
@@ -137,25 +145,23 @@ class _FaultAfterRun:
         self._after()
 
 
-class _ZeroLoss:
-    def __init__(self, loss: step.Loss):
-        self._loss, self.num_parts = loss, loss.num_parts
+class _FaultAfterMicroBatch(DDPStrategy):
+    """A mistake after a micro-batch."""
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loss, name)
+    def __init__(
+        self,
+        strategy: DDPStrategy,
+        after_others: Callable[[], None] = lambda: None,
+        after_last: Callable[[], None] = lambda: None,
+    ):
+        self.__dict__ |= vars(strategy)
+        self._after = {False: after_others, True: after_last}
 
-    def __call__(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
-        return self._loss(logits, tokens) * 0.0
-
-
-def drop_edge_gradient(strategy: PipelineStrategy, *rest: Any, **settings: Any) -> step.StepResult:
-    """Treat the received input of a stage as a constant: earlier stages get a gradient of zero."""
-    return step.run_step(_DetachedPipeline(strategy), *rest, **settings)
-
-
-def divide_by_micro_batches(strategy: PipelineStrategy, *rest: Any, **settings: Any) -> step.StepResult:
-    """Divide the gradient, a sum over micro-batches, by their number: torch's schedules do so with `scale_grads`."""
-    return step.run_step(_ScaledPipeline(strategy), *rest, **settings)
+    @contextlib.contextmanager
+    def micro_batch(self, is_last: bool) -> Iterator[None]:
+        with super().micro_batch(is_last):
+            yield
+        self._after[is_last]()
 
 
 class _DetachedPipeline(PipelineStrategy):
@@ -176,18 +182,24 @@ class _ScaledPipeline(PipelineStrategy):
         return schedule
 
 
-LAYOUT_BUGS: dict[str, dict[str, step.RunStep]] = {
-    "zero 3": {"gradient twice": count_gradient_twice, "replica left out": leave_out_replica},
-    "pipeline": {"edge gradient lost": drop_edge_gradient, "scale_grads left on": divide_by_micro_batches},
+def _sum_over_replicas(strategy: Strategy, values: Sequence[int]) -> list[int]:
+    import torch
+
+    return [int(total) for total in strategy.sum_over_replicas(torch.tensor(values))]
+
+
+LAYOUT_BUGS: dict[str, dict[str, type[StepRunner]]] = {
+    "zero 3": {"gradient twice": GradientTwice, "replica left out": ReplicaLeftOut},
+    "pipeline": {"edge gradient lost": EdgeGradientLost, "scale_grads left on": GradientDivided},
 }
 """Bugs of workers with a part of the weights, by layout."""
 STALE_ROW_BUG = "stale embedding row"
-BUGS: dict[str, step.RunStep] = {
-    "mean of means": average_micro_batch_means,
-    "dropped tail row": drop_tail_row,
-    "double exchange": all_reduce_twice,
-    "k ignored": ignore_accumulation,
-    STALE_ROW_BUG: keep_stale_embedding_row,
+BUGS: dict[str, type[StepRunner]] = {
+    "mean of means": MeanOfMeans,
+    "dropped tail row": DroppedTailRow,
+    "double exchange": DoubleAllReduce,
+    "k ignored": IgnoredAccumulation,
+    STALE_ROW_BUG: StaleEmbeddingRow,
     **{name: bug for bugs in LAYOUT_BUGS.values() for name, bug in bugs.items()},
 }
 
@@ -198,32 +210,3 @@ def possible_bugs(freeze: str) -> list[str]:
         {STALE_ROW_BUG} if freeze != "none" else set()
     )
     return [name for name in BUGS if name not in excluded]
-
-
-class _FaultAfterMicroBatch(DDPStrategy):
-    """A strategy with a mistake after a micro-batch; it shares the model and the buckets of the correct one."""
-
-    def __init__(
-        self,
-        strategy: DDPStrategy,
-        after_others: Callable[[], None] = lambda: None,
-        after_last: Callable[[], None] = lambda: None,
-    ):
-        self.__dict__ |= vars(strategy)
-        self._after = {False: after_others, True: after_last}
-
-    @contextlib.contextmanager
-    def micro_batch(self, is_last: bool) -> Iterator[None]:
-        with super().micro_batch(is_last):
-            yield
-        self._after[is_last]()
-
-
-def _count_rows(strategy: Strategy, micro_batches: Sequence[TokenBatch]) -> int:
-    import torch
-
-    return int(strategy.sum_over_replicas(torch.tensor([sum(len(tokens) for tokens in micro_batches)])).item())
-
-
-def _drop_last_row(tokens: TokenBatch) -> TokenBatch:
-    return tokens.take(range(len(tokens) - 1))

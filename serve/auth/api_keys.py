@@ -121,21 +121,14 @@ def read_keys(path: Path) -> tuple[ApiKey, ...]:
         raise UserError(f"key file {path} does not exist; {hint}", code="not_found") from None
     except OSError as error:
         raise UserError(f"key file {path} cannot be read: {error.strerror}", code="unreadable") from None
-    if file_stat.st_mode & _GROUP_OR_OTHER_WRITE:
-        raise UserError(
-            f"other users can write key file {path} and add keys; run chmod 600 {path}",
-            code="open_to_others",
-        )
-    if file_stat.st_uid not in (os.getuid(), 0):
-        raise UserError(
-            f"key file {path} belongs to another user; make a copy that belongs to this user",
-            code="open_to_others",
-        )
-    if folder_stat.st_mode & stat.S_IWOTH and not folder_stat.st_mode & stat.S_ISVTX:
-        raise UserError(
-            f"other users can replace key file {path}; run chmod o-w on its folder",
-            code="open_to_others",
-        )
+    is_folder_open = folder_stat.st_mode & stat.S_IWOTH and not folder_stat.st_mode & stat.S_ISVTX
+    for is_open, reason in (
+        (file_stat.st_mode & _GROUP_OR_OTHER_WRITE, f"other users can write {path} and add keys; run chmod 600 {path}"),
+        (file_stat.st_uid not in (os.getuid(), 0), f"{path} belongs to another user; make a copy of this user's"),
+        (is_folder_open, f"other users can replace {path}; run chmod o-w on its folder"),
+    ):
+        if is_open:
+            raise UserError(f"key file: {reason}", code="open_to_others")
     if len(data) > MAX_FILE_BYTES:
         raise UserError(f"key file {path} has more than {MAX_FILE_BYTES:,} bytes", code="too_large")
     try:
@@ -339,10 +332,8 @@ class RateLimiter:
                 other_counts = await fetch_other_counts(key_id, rate)
                 window = self._limiter.get_window_stats(parse_rate(rate), key_id)
                 remaining = max(0, window.remaining - sum(other_counts))
-                share.remaining, share.is_empty = (
-                    remaining // (len(other_counts) + 1) or min(remaining, 1),
-                    not remaining,
-                )
+                share.remaining = remaining // (len(other_counts) + 1) or min(remaining, 1)
+                share.is_empty = not remaining
                 share.expires_at = time.monotonic() + SHARE_LIFETIME_S
             share.remaining -= min(share.remaining, 1)
             return not share.is_empty

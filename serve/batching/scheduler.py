@@ -258,10 +258,8 @@ class Scheduler:
 
     def _fill_batch(self, batch: list[QueuedRow], expired: list[QueuedRow], length: int, now: float) -> None:
         """Add waiting rows of the length until the call is full."""
-        num_windows, window_length = (
-            sum(row.num_windows for row in batch),
-            max((row.window_length for row in batch), default=0),
-        )
+        num_windows = sum(row.num_windows for row in batch)
+        window_length = max((row.window_length for row in batch), default=0)
         queues = {client: lanes[length] for client, lanes in self._queues.items() if length in lanes}
         while queues:
             client = next(iter(queues))

@@ -9,18 +9,26 @@ requests of disconnected clients, to save engine time.
 import asyncio
 from typing import Any
 
+import httptools
 import uvicorn
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rtrain import ray_internals
 from rtrain.ray_internals import ReplicaServer
-from serve import middleware
-from serve.ingress import http_protocol
 from serve.ingress.address import open_listener
 from serve.ingress.haproxy import READ_REQUEST_FACTOR
-from serve.request_context import CLIENT_DISCONNECTED
+from serve.middleware import CONTEXT, RequestContext
 from serve.schemas.predict import RequestError
 
+RESPONSE_PREFIX, CONTINUE_PREFIX = b"HTTP/1.1 ", b"HTTP/1.1 100"
+MAX_HEAD_BYTES = 1 << 18
+"""Largest request line and headers, in bytes; one read of the socket may exceed it. `serve.middleware` limits
+bodies."""
+HEAD_TOO_LARGE_RESPONSE = (
+    b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+)
+INVALID_REQUEST_MESSAGE = "Invalid HTTP request received."
 PROXY_HEALTH_PATH = "/-/healthz"
 """Path of HAProxy's health check of Ray Serve."""
 HEALTH_PATHS = ("/v2/health/live", "/v2/health/ready")
@@ -49,7 +57,7 @@ async def start_server(replica_server: ReplicaServer, application: ASGIApp) -> t
     options = replica_server.options
     config = uvicorn.Config(
         application,
-        http=http_protocol.HttpProtocol,
+        http=HttpProtocol,
         host=options.host,
         port=options.port,
         root_path=options.root_path,
@@ -71,11 +79,9 @@ async def start_server(replica_server: ReplicaServer, application: ASGIApp) -> t
 
 class DirectIngressApp:
     def __init__(self, application: ASGIApp, replica_server: ReplicaServer, max_requests: int):
-        self._application, self._default_app, self._track_request = (
-            application,
-            replica_server.application,
-            replica_server.track_request,
-        )
+        self._application = application
+        self._default_app = replica_server.application
+        self._track_request = replica_server.track_request
         self._active_requests, self._max_requests = 0, max_requests
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -86,11 +92,11 @@ class DirectIngressApp:
         if self._active_requests >= max_requests and not scope["path"].endswith(HEALTH_PATHS):
             # The application says so, which counts and numbers its answers. It reads nothing of the request for that.
             error = RequestError(503, f"{self._active_requests} requests are being answered", retry_after=1)
-            scope.setdefault("state", {})[middleware.REJECTION] = error
+            scope[CONTEXT] = RequestContext(rejection=error)
             await self._application(scope, receive, send)
             return
         client = _ClientConnection(receive)
-        scope.setdefault("state", {})[CLIENT_DISCONNECTED] = client.is_disconnected
+        scope[CONTEXT] = RequestContext(is_disconnected=client.is_disconnected)
         self._active_requests += 1
         self._track_request(1)
         try:
@@ -149,3 +155,109 @@ class _ClientConnection:
             pass
         self.has_disconnected = True
         request_task.cancel()
+
+
+class HttpProtocol(HttpToolsProtocol):
+    """uvicorn's protocol with three changes.
+
+    The head of a reply waits for the body, so both leave in one write: a second packet would wake HAProxy twice, and
+    HAProxy retries no reply of a killed replica that has begun.
+
+    A request to upgrade is answered as a plain request (RFC 9110, 7.8). The parser assumes that it has no body, and
+    would read the body as further requests; HAProxy sees one request, and other clients would get the replies.
+
+    The size of a head is limited: the parser joins the pieces of a long line again for each piece, so a header of 50
+    MB, sent without a key, blocks the event loop for ten seconds.
+    """
+
+    _head_without_upgrade: bytes
+    """The head of a request as if it asked for no other protocol. Empty for CONNECT, which is nothing else."""
+
+    _head_bytes = 0
+    """Bytes that were read while a request's head was not whole."""
+    _is_in_head = True
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(_CoalescingTransport(transport, self))
+
+    def data_received(self, data: bytes) -> None:
+        self._unset_keepalive_if_required()
+        size = len(data)
+        try:
+            while data:
+                data = self._feed_data(data)
+        except httptools.HttpParserError:
+            self.send_400_response(INVALID_REQUEST_MESSAGE)
+        self._head_bytes = self._head_bytes + size if self._is_in_head else 0
+        if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.transport.write(HEAD_TOO_LARGE_RESPONSE)
+            self.transport.close()
+
+    def _feed_data(self, data: bytes) -> bytes:
+        """Feed data to the parser up to the end of a head that asks for another protocol; returns the rest."""
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            if not self._head_without_upgrade:
+                raise httptools.HttpParserInvalidMethodError("CONNECT") from None
+            self.parser = httptools.HttpRequestParser(self)  # the old one reads nothing more
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's own
+            self.parser.feed_data(self._head_without_upgrade)
+            return data[upgrade.args[0] :]
+        return b""
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._head_bytes, self._is_in_head = 0, True
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        if not self.parser.should_upgrade():
+            super().on_headers_complete()
+            return
+        method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+        headers = [name + b": " + value for name, value in self.headers if name != b"upgrade"]
+        lines = [b" ".join((method, self.url, b"HTTP/" + version)), *headers, b"", b""]
+        self._head_without_upgrade = b"" if method == b"CONNECT" else b"\r\n".join(lines)
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade():
+            super().on_message_complete()
+
+
+class _CoalescingTransport(asyncio.Transport):
+    """A connection that keeps the head of an answer until the next write, or the end. Questions alone, which are POSTs,
+    are answered so: an answer to HEAD has no body for which to wait."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol):
+        super().__init__()
+        self._transport, self._protocol, self._buffered_head = transport, protocol, b""
+
+    def write(self, data: "bytes | bytearray | memoryview[Any]") -> None:
+        if self._buffered_head:
+            data, self._buffered_head = self._buffered_head + data, b""
+        elif data[:9] == RESPONSE_PREFIX and data[:12] != CONTINUE_PREFIX and self._is_post_response():
+            self._buffered_head = bytes(data)
+            return
+        self._transport.write(data)
+
+    def _is_post_response(self) -> bool:
+        cycle = self._protocol.cycle  # None where not even a request's head could be read
+        return cycle is not None and not cycle.response_complete and cycle.scope["method"] == "POST"
+
+    def close(self) -> None:
+        if self._buffered_head and not self.is_closing():
+            self.write(b"")
+        self._transport.close()
+
+    def is_closing(self) -> bool:
+        return self._transport.is_closing()
+
+    def pause_reading(self) -> None:
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._transport.resume_reading()
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return self._transport.get_extra_info(name, default)

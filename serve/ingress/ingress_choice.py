@@ -238,10 +238,8 @@ def choose_max_connections(max_requests: int, max_open_files: int) -> tuple[int,
     """Choose the maximum number of connections of HAProxy; the message is not empty if its limit of open files allows
     fewer. `max_requests`: concurrent requests of all replicas. The same number again is for idle and rejected
     connections: a connection above the limit waits without a reply."""
-    needed, possible = (
-        max(MIN_CONNECTIONS, 2 * max_requests),
-        max(1, int((max_open_files - SPARE_FILES) / FILES_PER_CONNECTION)),
-    )
+    needed = max(MIN_CONNECTIONS, 2 * max_requests)
+    possible = max(1, int((max_open_files - SPARE_FILES) / FILES_PER_CONNECTION))
     if possible >= needed:
         return needed, ""
     limit = f"a process may open {max_open_files:,} files here; raise that limit (ulimit -Hn)"

@@ -1,23 +1,87 @@
-"""Prometheus metrics of an endpoint; `aggregation` merges models and replicas."""
+"""Prometheus metrics of an endpoint, merged over models and replicas, and the drift of its inputs."""
 
 import functools
-from collections import Counter as Counted
-from collections.abc import Iterator, Sequence
-from typing import Any
+import re
+from collections import Counter as Counted, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
+import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.parser import text_string_to_metric_families
 
 from rtrain.core.ragged import EncodedRow, Floats
 from rtrain.inference import drift_baseline
+from rtrain.inference.drift_baseline import DriftFeatures
 from rtrain.inference.predictor import Predictor
 from serve.batching.batcher import Batcher
-from serve.observability.drift import DriftDetector
 
+ALARM_FEATURES = ("tokens", "unknown", "score")
+"""Histograms that can raise the alarm."""
+ALARM_DISTANCE = 0.25
+MIN_ROWS = 200
+"""Rows of the window, and validation rows, below which there is no alarm."""
+WINDOW_ROWS = 1000
+"""Rows over which distances are measured."""
+MIN_BIN_ROWS = 0.5
+"""Rows of a bin, where there are fewer: an empty one would be endlessly far."""
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 SECONDS_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.016, 0.032, 0.064, 0.128, 0.256, 0.512, 1.0, 2.0, 4.0, 8.0, 16.0)
 DRIFT_BATCH_ROWS = 64
 """Answers whose drift is computed at a time: one by one it would cost each request a tenth of a millisecond."""
+
+
+class DriftDetector:
+    """Distance of the last requests from the validation rows: the population stability index of each histogram.
+
+    An index up to 0.1 is small by convention, and 0.25 or more is large. Its expectation by chance is (bins - 1) x (1 /
+    window + 1 / validation rows), so both sides need enough rows. Labels raise no alarm: a new mix of questions is not
+    unknown input.
+    """
+
+    def __init__(self, document: Mapping[str, Any]):
+        """`document`: from `rtrain.inference.drift_baseline.build_split_baseline`."""
+        self._counts = {name: np.array(document[name]["counts"]) for name in ALARM_FEATURES if name in document}
+        self._edges = {name: document[name]["edges"] for name in self._counts}
+        self._labels: Mapping[str, int] = document.get("labels", {})
+        self._bins: dict[str, deque[int]] = {name: deque(maxlen=WINDOW_ROWS) for name in self._counts}
+        self._recent_labels: deque[list[str]] = deque(maxlen=WINDOW_ROWS)
+        self.rows = 0
+
+    def observe(self, features: DriftFeatures) -> None:
+        """Rows of requests, in their order."""
+        for name, values in features.numeric_features().items():
+            if name in self._counts:
+                self._bins[name].extend(
+                    drift_baseline.assign_bins(values[~np.isnan(values)], self._edges[name]).tolist()
+                )
+        if features.labels is not None and self._labels:
+            self._recent_labels.extend(features.labels)
+        self.rows += len(features.tokens)
+
+    def distances(self) -> dict[str, float]:
+        """The index of each histogram over the last `WINDOW_ROWS` rows."""
+        distances = {
+            name: stability_index(counts, np.bincount(self._bins[name], minlength=len(counts)))
+            for name, counts in self._counts.items()
+            if self._bins[name]
+        }
+        if self._recent_labels:
+            recent_counts = Counted(label for row in self._recent_labels for label in row)
+            names = sorted({*self._labels, *recent_counts})
+            label_counts = [np.array([side.get(name, 0) for name in names]) for side in (self._labels, recent_counts)]
+            distances["labels"] = stability_index(*label_counts)
+        return distances
+
+    def has_alarm(self, distances: Mapping[str, float]) -> bool:
+        """Whether one of these distances, but that of labels, is large and rests on enough rows."""
+        return any(
+            distances.get(name, 0.0) >= ALARM_DISTANCE and min(len(self._bins[name]), int(counts.sum())) >= MIN_ROWS
+            for name, counts in self._counts.items()
+        )
 
 
 class DriftMonitor:
@@ -62,16 +126,21 @@ class DriftMonitor:
         yield from (distance, GaugeMetricFamily("rtrain_drift_alarm", alarm, value=status["alarm"]))
 
     def _observe_pending(self, detector: DriftDetector) -> None:
-        outputs, encoded, self._pending_outputs, self._pending_encoded = (
-            self._pending_outputs,
-            self._pending_encoded,
-            [],
-            [],
-        )
+        outputs = self._pending_outputs
+        encoded = self._pending_encoded
+        self._pending_outputs = []
+        self._pending_encoded = []
         if encoded:
             detector.observe(
                 drift_baseline.compute_request_features(self._task, self._head, outputs, encoded, self._unknown_id)
             )
+
+
+def stability_index(reference_counts: npt.NDArray[Any], counts: npt.NDArray[Any]) -> float:
+    """Sum over bins of (q - p) ln(q / p)."""
+    sides = (np.maximum(side, MIN_BIN_ROWS) for side in (reference_counts, counts))
+    p, q = (side / side.sum() for side in sides)
+    return float(((q - p) * np.log(q / p)).sum())
 
 
 class RequestMetrics:
@@ -165,3 +234,60 @@ class Telemetry(RequestMetrics):
                     requests[sample.labels["status"]] += int(sample.value)
         texts = next(sample.value for family in self.inputs.collect() for sample in family.samples)
         return {"requests": dict(requests), "inputs": int(texts)}
+
+
+class MergedRegistry(NamedTuple):
+    """Several registries as one, whose samples say by the label `model` whose they are."""
+
+    registries: Mapping[str, CollectorRegistry]
+    """Registries by model name; empty for metrics of no model."""
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Metric] = {}
+        for model, registry in self.registries.items():
+            label = {"model": model} if model else {}
+            for family in registry.collect():
+                plain = Metric(family.name, family.documentation, family.type, family.unit)
+                samples = [sample._replace(labels={**sample.labels, **label}) for sample in family.samples]
+                families.setdefault(family.name, plain).samples += samples
+        return iter(families.values())
+
+
+def render_metrics(registries: Mapping[str, CollectorRegistry]) -> str:
+    """Prometheus' text form."""
+    return prometheus_client.generate_latest(MergedRegistry(registries)).decode()
+
+
+class _MetricFamilies(NamedTuple):
+    families: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        return self.families
+
+
+def merge_expositions(expositions: Mapping[str, str]) -> str:
+    """One exposition of several replicas', each by its name, which the label `replica` of its samples has. A sum over
+    replicas would fall when one ends, which Prometheus takes for a reset of the whole counter."""
+    families: dict[str, Metric] = {}
+    for replica, text in expositions.items():
+        for family in text_string_to_metric_families(text):
+            if family.name.endswith("_created"):
+                continue
+            merged = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            samples = (sample._replace(labels={**sample.labels, "replica": replica}) for sample in family.samples)
+            merged.samples += samples
+    return prometheus_client.generate_latest(_MetricFamilies(list(families.values()))).decode()
+
+
+def add_proxy_errors(text: str, header: str) -> str:
+    """Metrics text plus HAProxy's own errors. `header`: value of `haproxy.PROXY_ERRORS_HEADER`; a client may have sent
+    it if there is no HAProxy. Without valid counts the text is unchanged."""
+    matches = re.findall(r"\b(\d{3})=(\d{1,15})\b", header)
+    if not matches:
+        return text
+    family = CounterMetricFamily(
+        "rtrain_haproxy_errors", "Errors that HAProxy answered itself, since it began.", labels=["status"]
+    )
+    for status, count in matches:
+        family.add_metric([status], int(count))
+    return text + prometheus_client.generate_latest(_MetricFamilies([family])).decode()

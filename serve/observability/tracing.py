@@ -9,7 +9,7 @@ import importlib.util
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from rtrain.config import ServeConfig
 from rtrain.core.errors import ConfigError, Problem
@@ -21,34 +21,38 @@ if TYPE_CHECKING:
 LIBRARIES = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
 
 
-class Tracer(Protocol):
-    def request_span(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager["RequestSpan"]:
-        """Start the span of a request; these headers may name its trace."""
-        ...
+class RequestSpan:
+    """Span of a request; this one is not exported."""
 
-    def child_span(self, name: str) -> AbstractContextManager[object]:
-        """The span of a part of the request that this task answers."""
-        ...
-
-    def close(self, wait: bool = True) -> None:
-        """Send remaining spans; takes up to half a minute if the collector does not answer."""
-        ...
-
-
-class RequestSpan(Protocol):
-    trace_id: str | None
+    trace_id: str | None = None
     """Number of its trace, in hexadecimal digits."""
 
     def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
         """Set name and attributes at the end of the request."""
-        ...
+
+
+class Tracer:
+    """Starts spans; this one, for an endpoint without `serve.traces`, exports none."""
+
+    _span = contextlib.nullcontext(RequestSpan())
+
+    def request_span(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager[RequestSpan]:
+        """Start the span of a request; these headers may name its trace."""
+        return self._span
+
+    def child_span(self, name: str) -> AbstractContextManager[object]:
+        """Start the span of a part of the request that this task answers."""
+        return self._span
+
+    def close(self, wait: bool = True) -> None:
+        """Send remaining spans; takes up to half a minute if the collector does not answer."""
 
 
 def make_tracer(settings: ServeConfig, artifact: Artifact | None) -> Tracer:
     """Tracer of a model, or of an application of several models. Raises `ConfigError` if `serve.traces` is set and
     OpenTelemetry is not installed."""
     if settings.traces is None:
-        return NullTracer()
+        return Tracer()
     check_tracing(settings)
     return OpenTelemetryTracer(settings.traces, artifact)
 
@@ -73,28 +77,7 @@ def check_tracing(settings: ServeConfig) -> None:
         )
 
 
-class NullTracer:
-    """Costs nothing."""
-
-    trace_id: str | None = None
-
-    def __init__(self) -> None:
-        self._span = contextlib.nullcontext(self)
-
-    def request_span(self, headers: Mapping[bytes, bytes]) -> AbstractContextManager["RequestSpan"]:
-        return self._span
-
-    def child_span(self, name: str) -> AbstractContextManager[object]:
-        return self._span
-
-    def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
-        pass
-
-    def close(self, wait: bool = True) -> None:
-        pass
-
-
-class OpenTelemetryTracer:
+class OpenTelemetryTracer(Tracer):
     """Build a separate provider, so that other tracing in the process is not exported. Respects OTEL_TRACES_SAMPLER."""
 
     def __init__(self, address: str, artifact: Artifact | None):
@@ -112,7 +95,7 @@ class OpenTelemetryTracer:
         self._propagator = TraceContextTextMapPropagator()
 
     @contextlib.contextmanager
-    def request_span(self, headers: Mapping[bytes, bytes]) -> Iterator["RequestSpan"]:
+    def request_span(self, headers: Mapping[bytes, bytes]) -> Iterator[RequestSpan]:
         from opentelemetry.trace import SpanKind
 
         context = self._propagator.extract({name.decode(): value.decode("latin-1") for name, value in headers.items()})
@@ -131,11 +114,11 @@ class OpenTelemetryTracer:
             thread.join()
 
 
-class _OpenTelemetrySpan:
+class _OpenTelemetrySpan(RequestSpan):
     def __init__(self, span: "ReadableSpan"):
         self._span = span
         context = span.get_span_context()
-        self.trace_id: str | None = format(context.trace_id, "032x") if context else None
+        self.trace_id = format(context.trace_id, "032x") if context else None
 
     def end(self, name: str, attributes: Mapping[str, str | int | float]) -> None:
         self._span.update_name(name)  # type: ignore[attr-defined]

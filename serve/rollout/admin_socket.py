@@ -43,8 +43,7 @@ def resolve_socket_path(port: int, folder: str = SOCKET_FOLDER) -> Path:
         or stat.S_IMODE(folder_stat.st_mode) & 0o077
     ):
         raise UserError(
-            f"{folder_path} must be a private folder of this user; remove it, or run chmod 700",
-            code="not_private",
+            f"{folder_path} must be a private folder of this user; remove it, or run chmod 700", code="not_private"
         )
     return folder_path / f"serve-{port}.sock"
 

@@ -49,11 +49,9 @@ class LoadMeter:
 
     def report(self, now: float, queued_tokens: int, seconds: float, tokens: int) -> dict[str, float]:
         """`seconds` and `tokens`: totals of the engine's calls so far."""
-        elapsed, busy_seconds, new_tokens = (
-            now - self._last_time,
-            seconds - self._last_seconds,
-            tokens - self._last_tokens,
-        )
+        elapsed = now - self._last_time
+        busy_seconds = seconds - self._last_seconds
+        new_tokens = tokens - self._last_tokens
         if busy_seconds > 0:
             self._tokens_per_second = new_tokens / busy_seconds
         self._last_time, self._last_seconds, self._last_tokens = now, seconds, tokens
@@ -106,10 +104,8 @@ def policy(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 def desired_replicas(loads: Iterable[ReplicaLoad], current_replicas: int) -> int:
     """How many replicas the load wants, at least 1; `current_replicas` where that is neither too many nor too few."""
     demand = sum(load.busy_share + _queued_s(load) / DRAIN_S for load in loads)
-    max_replicas, min_replicas = (
-        _replicas_at_utilization(demand, LOW_UTILIZATION),
-        _replicas_at_utilization(demand, HIGH_UTILIZATION),
-    )
+    max_replicas = _replicas_at_utilization(demand, LOW_UTILIZATION)
+    min_replicas = _replicas_at_utilization(demand, HIGH_UTILIZATION)
     return min(max(current_replicas, min_replicas), max_replicas)
 
 

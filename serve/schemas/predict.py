@@ -20,8 +20,6 @@ _NON_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 _PROTOCOL_PATH = re.compile(r"(/models/[^/]+)?/v2(/|$)")
 """Paths of the Open Inference Protocol: of an address, and of one model."""
 _BYTE_ORDER_MARKS = (b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")
-
-
 ERROR_TYPES = {
     400: "bad_request",
     401: "unauthorized",
@@ -139,6 +137,8 @@ def _to_pair(value: TextPair | QuestionContext) -> Input:
 
 
 class LabelScore(StrictModel):
+    """Filled by `rtrain.tasks.classification.rank_labels`, written by `serve.replies.labels_to_json`."""
+
     label: str
     score: Annotated[float, Field(ge=0, le=1)]
     abstained: bool = False

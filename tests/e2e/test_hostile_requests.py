@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 
 from rtrain.config import ServeConfig
 from rtrain.core.ragged import Head
 from rtrain.inference.predictor import Predictor
-from serve.app import build_app
+from serve.app import ModelApp, build_app
 from serve.auth import api_keys
 from serve.ingress import haproxy
 from tests.support import hostile, serving
@@ -33,9 +32,9 @@ ANSWERS = {200, 400, 401, 404, 405, 413, 415, 421, 422, 431}
 class Asker:
     """Asks an application, one event loop for all, and judges each answer."""
 
-    def __init__(self, app: FastAPI, runner: asyncio.Runner, key: str | None = None):
+    def __init__(self, app: ModelApp, runner: asyncio.Runner, key: str | None = None):
         self._app, self._runner = app, runner
-        self._labels = app.state.service.predictor.task.name == "classification"
+        self._labels = app.service.predictor.task.name == "classification"
         self._headers = () if key is None else ((b"authorization", f"Bearer {key}".encode()),)
         self.statuses: Counter[int | None] = Counter()
 

@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from starlette.middleware.base import BaseHTTPMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
 
 from rtrain.config import ServeConfig
 from rtrain.inference.predictor import Predictor
 from serve.app import build_app
 from serve.registry import ModelRegistry
+from serve.standalone import build_model_registry
 from tests.support import browser
 from tests.support.browser import Page
 from tests.support.reports import write_predictions
 from tests.support.serving import HEADS, listening, predictor_of
 from tests.support.tiny import make_artifact
-from tests.unit.serve.test_registry import NAMES, models_of
+from tests.unit.serve.test_registry import NAMES
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +157,7 @@ def test_several_models_are_listed_and_each_is_tried_on_its_own_page(tmp_path: P
     pictures = Path(os.environ.get("RTRAIN_PICTURES", tmp_path))
 
     async def loaded() -> ModelRegistry:
-        models = models_of(ServeConfig())
+        models = build_model_registry(ServeConfig(), NAMES)
         await models.apply(folders)
         return models
 
@@ -193,7 +195,6 @@ def test_a_key_is_asked_for_once_and_sent(tmp_path: Path) -> None:
     """As behind anything that asks for a key: all but the page's own files is answered 401 without one."""
     app = build_app(predictor_of(tmp_path / "artifact", "classification"), ServeConfig())
 
-    @app.middleware("http")
     async def guard(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
         if request.url.path in ("/info", "/predict") and request.headers.get("authorization") != "Bearer it's a key":
             return JSONResponse({"error": {"type": "unauthorized", "message": "send a key", "field": None}}, 401)
@@ -212,7 +213,7 @@ def test_a_key_is_asked_for_once_and_sent(tmp_path: Path) -> None:
         assert "$RTRAIN_KEY" in shown
         assert "it's a key" not in await page.run("document.body.innerText")
 
-    with listening(app) as address:
+    with listening(BaseHTTPMiddleware(app, dispatch=guard)) as address:
         asyncio.run(browser.look(tmp_path, at))
 
 

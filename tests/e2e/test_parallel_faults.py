@@ -16,7 +16,7 @@ import pytest
 
 from rtrain.config import load_config
 from rtrain.parallel.watchdog import Watchdog
-from rtrain.verification import drill, faults
+from rtrain.verification import drill
 from tests.support.workers import forking, joined
 from tests.unit.runs import test_recovery
 from tests.unit.trainer import test_trainer
@@ -110,7 +110,7 @@ def test_a_run_that_lost_a_rank_ends_bit_for_bit(ground: Path, layout: Layout, v
 def test_a_drill_meets_each_kind_of_group_twice() -> None:
     def of(**train: int) -> dict[str, int]:
         settings = {f"train.{name}": value for name, value in train.items()}
-        return faults.find_group_peers(load_config("intent", settings).recipe.train, train["workers"])
+        return drill.find_group_peers(load_config("intent", settings).recipe.train, train["workers"])
 
     assert of(workers=4) == of(workers=4, zero_stage=1) == {}
     assert of(workers=4, zero_stage=3) == {"zero_stage=3": 1}
@@ -125,7 +125,7 @@ def test_a_drill_meets_each_kind_of_group_twice() -> None:
         "pipeline_parallel_size=2": 2,
         "zero_stage=3": 4,
     }
-    pair = faults.group_faults(
+    pair = drill.group_faults(
         load_config("intent", {"train.workers": 4, "train.tensor_parallel_size": 2}).recipe.train, 4
     )
     assert [fault.name for fault in pair] == [
@@ -145,7 +145,7 @@ def test_workers_of_each_kind_of_group_are_killed_and_stopped_on_ray(ray_session
     [(name, value)] = layout.items()
     folder = ray_session / f"drill-{name}-{value}"
     options = test_recovery.settings(folder, save_every=20, **layout)
-    met = faults.group_faults(options.recipe.train, 2)
+    met = drill.group_faults(options.recipe.train, 2)
     certificate = drill.run(options, folder / "run", met)
     assert certificate.passed, certificate.format_text()
     assert [fault["name"] for fault in certificate.faults] == [fault.name for fault in met]

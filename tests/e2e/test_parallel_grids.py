@@ -13,16 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rtrain.config import DistillConfig
 from rtrain.data.store.store import Store
 from rtrain.models import builder
-from rtrain.parallel import factory
-from rtrain.parallel.data_parallel import SingleReplica
-from rtrain.trainer import evaluate, losses, step
-from tests.support.strategies import Kept, check_the_same, recipe, trained, weights_of
+from rtrain.parallel.base import Strategy
+from rtrain.parallel.layout import build_strategy
+from rtrain.trainer import evaluate
+from tests.support.strategies import check_the_same, masked_lm_gradient, recipe, trained, weights_of
 from tests.support.tiny import make_masked, make_modern
 from tests.support.workers import joined, run
-from tests.unit.tasks import test_masked_lm
 from tests.unit.trainer import test_trainer
 from tests.unit.trainer.test_step import TASK, distance, make_network, make_still_encoder, norm
 
@@ -56,26 +54,11 @@ BITS = ("pipeline, zero 3", "pipeline, tensor")
 KILLED_AT, LAYERS = 2, 4
 
 
-def guessed(folder: Path, family: str, train: dict[str, Any] | None) -> dict[str, torch.Tensor]:
-    """The gradient of an update of three passes, on rank 0, by a layout or by one worker that is alone."""
-    network: Any = builder.build_network(folder / family, test_masked_lm.TASK, (), seed=0).double().train()
-    exchange = SingleReplica(network) if train is None else factory.build_strategy(network, recipe(**train).train)
-    head = test_masked_lm.HEAD
-    rows = test_masked_lm.TASK.prepare(test_masked_lm.rows(6, length=31), head, 0, 0)
-    passes = [rows.take([0, 4, 5]), rows.take([1, 2]), rows.take([3])]
-    if exchange.num_replicas == 2:
-        passes = [passes[1:], passes[:1]][exchange.replica_rank]
-    loss, seen = losses.make_loss(test_masked_lm.TASK, DistillConfig(), head), Kept()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, foreach=False)
-    step.run_step(exchange, optimizer, loss, passes, pad_id=0, observer=seen)
-    return seen.found
-
-
 def scored(folder: Path, train: dict[str, Any] | None) -> list[float]:
     """Outcomes of all rows, in passes of eight."""
     store = Store(next((folder / "still" / ".tokens").iterdir()))
     network: Any = builder.build_network(folder / "encoder", TASK, store.manifest.labels, 0).double()
-    exchange = SingleReplica(network) if train is None else factory.build_strategy(network, recipe(**train).train)
+    exchange = Strategy(network) if train is None else build_strategy(network, recipe(**train).train)
     evaluate.MAX_ROWS_PER_MICRO_BATCH = 8
     actual = evaluate.gather_row_results(exchange, TASK, store, "train", pad_id=0, precision="fp64")
     return [float(value) for value in actual.values]
@@ -92,10 +75,10 @@ def _grids(rank: int, folder: Path, slow: bool) -> dict[str, Any]:
     actual: dict[str, Any] = {"scores": {}, "resumed": {}}
     for name in (name for name in FOUR if (name in SLOW) == slow):
         train = FOUR[name]
-        exchange = factory.build_strategy(make_network(folder / "encoder"), recipe(**train).train)
+        exchange = build_strategy(make_network(folder / "encoder"), recipe(**train).train)
         trained(exchange, folder / name, workers=4, **train)
         for family in FAMILIES:
-            torch.save(guessed(folder, family, train), folder / f"{family}-{name}-{rank}.pt")
+            torch.save(masked_lm_gradient(folder / family, train)[0], folder / f"{family}-{name}-{rank}.pt")
         actual["scores"][name] = scored(folder, train)
     return actual
 
@@ -105,7 +88,7 @@ def _worker(rank: int, folder: Path) -> None:
     actual = _grids(rank, folder, slow=False)
     for name, train in HEADS.items():
         trained(
-            factory.build_strategy(make_network(folder / "four"), recipe(**train).train),
+            build_strategy(make_network(folder / "four"), recipe(**train).train),
             folder / name,
             workers=4,
             **train,
@@ -123,7 +106,7 @@ def _worker(rank: int, folder: Path) -> None:
 def _eight(rank: int, folder: Path) -> None:
     joined(rank, 8, folder)
     for name, train in EIGHT.items():
-        trained(factory.build_strategy(make_network(folder / "encoder"), recipe(**train).train), folder / name, **train)
+        trained(build_strategy(make_network(folder / "encoder"), recipe(**train).train), folder / name, **train)
     dist.destroy_process_group()
     if rank < 4:
         joined(rank, 4, folder)
@@ -154,7 +137,7 @@ def _ran_once(slow: bool) -> Results | Exception:
             make_masked(folder / family, family, layers=LAYERS)
         make_modern(folder / "four", num_attention_heads=4, num_hidden_layers=LAYERS)
         for place, name in (("encoder", "alone"), ("four", "alone, four")):
-            trained(SingleReplica(make_network(folder / place)), folder / name)
+            trained(Strategy(make_network(folder / place)), folder / name)
         if not slow:
             _fewer(folder, "whole", 0, 1, None)
         run(_eight if slow else _worker, (folder,), 8 if slow else 4, within=800.0)
@@ -189,7 +172,10 @@ def test_gradients_and_weights_are_those_of_one_worker(name: str) -> None:
 @pytest.mark.parametrize("name", GRIDS)
 def test_tied_heads_have_the_gradient_of_one_worker(name: str, family: str) -> None:
     _, folder = on_workers(slow=name in SLOW)
-    reference, actual = guessed(folder, family, None), torch.load(folder / f"{family}-{name}-0.pt", weights_only=True)
+    reference, actual = (
+        masked_lm_gradient(folder / family, None)[0],
+        torch.load(folder / f"{family}-{name}-0.pt", weights_only=True),
+    )
     assert actual.keys() == reference.keys()
     assert distance(actual, reference) < 1e-10
 

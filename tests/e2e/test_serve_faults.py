@@ -20,7 +20,7 @@ import ray.serve
 
 from rtrain.cluster import connection as cluster_connection
 from rtrain.config import ServeConfig
-from serve import deployment, ray_config
+from serve import ray_config
 from serve.deployment import start_endpoint
 from serve.ingress.address import Address
 from tests.e2e.test_rollout import CLIENTS, LoadResult, answering, load, replicas
@@ -51,7 +51,7 @@ def wait_for(count: int) -> float:
         states = (
             ray.serve.status()
             .applications[ray_config.APPLICATION_NAME]
-            .deployments[deployment.DEPLOYMENT_NAME]
+            .deployments[ray_config.DEPLOYMENT_NAME]
             .replica_states
         )
         running = sum(number for state, number in states.items() if str(state).endswith("RUNNING"))

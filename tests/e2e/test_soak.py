@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rtrain.verification.faults import FAULTS
+from rtrain.verification.drill import FAULTS
 from tests.support import soak
 from tests.support.root import ROOT
 

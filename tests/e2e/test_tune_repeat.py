@@ -6,12 +6,12 @@ import pytest
 
 from rtrain.config import with_overrides
 from rtrain.core.run_folder import Run
-from rtrain.trainer import rung_predictions
+from rtrain.trainer import evaluate
 from tests.ray.test_search import SEARCH
 from tests.support.trained import settings
 from tune import search
 from tune.history import find_trial
-from tune.objective import first_rung_seed_std
+from tune.successive_halving import first_rung_seed_std
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -33,7 +33,7 @@ def test_the_best_trial_is_repeated_to_its_rung_and_the_end_goes_on_from_there(r
     assert target_.row_std is not None
     assert (first_rung_seed_std(history) or 0.0) >= target_.row_std > 0
     run = Run(result.search.folder).trial(second.number)
-    assert rung_predictions.read_rung(run, target_.step) is not None
+    assert evaluate.read_rung(run, target_.step) is not None
     same = [trial for trial in history.trials if (trial.repeat_of, trial.seed) == (second.repeat_of, second.seed)]
     assert len(same) == 1  # the end asks for no other
     assert base.final_result is not None  # the best of eight is among the two that are left, or trial 0

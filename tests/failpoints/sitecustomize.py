@@ -107,10 +107,11 @@ def hook(worker: Any) -> None:
     from rtrain.trainer import step
 
     loop: Any = worker.trainer
-    update, evaluate, save = step.run_step, loop.evaluate, safetensors.torch.save_file
+    update, score_rows, save = step.StepRunner.run_step, loop.evaluate.score_rows, safetensors.torch.save_file
     score = worker._TrainReporter.score
 
-    def run_update(exchange: Any, *rest: Any, **options: Any) -> Any:
+    def run_update(runner: Any, *rest: Any, **options: Any) -> Any:
+        exchange = runner.strategy
         action = take(*NOW, "exchange", "nan", rank=exchange.replica_rank)
         if action in NOW:
             NOW[action]()
@@ -120,12 +121,12 @@ def hook(worker: Any) -> None:
                 first.data.fill_(float("nan"))
             else:  # the first parameter's gradient is the last to come: other buckets are under way by then
                 first.register_hook(lambda gradient: os._exit(1))
-        return update(exchange, *rest, **options)
+        return update(runner, *rest, **options)
 
     def hanging_evaluate(exchange: Any, *rest: Any, **options: Any) -> Any:
         if take("evaluation", rank=exchange.replica_rank):
             hang()
-        return evaluate(exchange, *rest, **options)
+        return score_rows(exchange, *rest, **options)
 
     def failing_save(*rest: Any, **options: Any) -> Any:
         if take("disk"):
@@ -141,8 +142,8 @@ def hook(worker: Any) -> None:
             hang()
         return write(*rest, **options)
 
-    module: Any = step
-    module.run_step, loop.evaluate = run_update, hanging_evaluate
+    runner_class: Any = step.StepRunner
+    runner_class.run_step, loop.evaluate.score_rows = run_update, hanging_evaluate
     write = worker.artifact.write_artifact
     worker.artifact.write_artifact = slowed("artefact", hanging_write)
     worker.predictions.write_predictions = slowed("predictions", worker.predictions.write_predictions)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.inference.batch import actors, chunks, predict_files
+from rtrain.inference.batch import chunks, pipeline, predict_files
 from rtrain.inference.batch.chunks import Chunk
 from rtrain.inference.batch.pipeline import AnsweredChunk, BatchPredictJob
 from tests.support.answering import asked, read_csv, texts, write_csv
@@ -31,7 +31,7 @@ def test_a_cluster_leaves_the_bytes_of_one_process_and_goes_on_from_its_portions
     numbers: list[int] = []
 
     def stopped(arguments: BatchPredictJob, portions: list[Chunk]) -> Iterator[AnsweredChunk]:
-        for answered in actors.answer_on_cluster(arguments, portions):
+        for answered in pipeline.answer_on_cluster(arguments, portions):
             yield answered
             numbers.append(answered.number)
             if len(numbers) == 2:
@@ -39,7 +39,7 @@ def test_a_cluster_leaves_the_bytes_of_one_process_and_goes_on_from_its_portions
 
     with pytest.raises(Stopped):
         predict_files.answer_to_file(work, tmp_path / "there.csv", answer_chunks=stopped)
-    report = predict_files.answer_to_file(work, tmp_path / "there.csv", "resume", actors.answer_on_cluster)
+    report = predict_files.answer_to_file(work, tmp_path / "there.csv", "resume", pipeline.answer_on_cluster)
     assert len(set(numbers)) == 2
     assert report["reused_rows"] == sum(16 if number < 6 else 4 for number in numbers)
     assert (report["rows"], report["answered"], report["empty"]) == (100, 99, 1)
@@ -52,7 +52,7 @@ def test_an_artefact_that_the_nodes_cannot_read_is_told_in_a_line(ray_session: P
 
     def damaged(arguments: BatchPredictJob, portions: list[Chunk]) -> Iterator[AnsweredChunk]:
         (tmp_path / "artifact" / "model.safetensors").write_bytes(b"")
-        yield from actors.answer_on_cluster(arguments, portions)
+        yield from pipeline.answer_on_cluster(arguments, portions)
 
     with refused("failed_on_node"):
         predict_files.answer_to_file(work, tmp_path / "a.csv", answer_chunks=damaged)

@@ -19,10 +19,10 @@ from rtrain.data.order import RowOrder
 from rtrain.data.store import store as token_store
 from rtrain.inference import artifact
 from rtrain.inference.predictor import Predictor
-from rtrain.runs import controller, prepare, worker_group
+from rtrain.runs import controller, prepare, worker_pool
 from rtrain.runs.worker import WorkerArgs
 from rtrain.runs.worker_pool import ReusableWorkerGroup
-from rtrain.verification import ledger
+from rtrain.verification import verify
 from tests.conftest import labelled_rows
 from tests.support.trained import EPOCHS, TEST_ROWS, Trained, settings
 from tests.unit.runs.test_stop_request import within
@@ -102,7 +102,7 @@ class EndsEarly:
         self._workers, self._at = workers, iter([at])
         self.acquire, self.release = workers.acquire, workers.release
 
-    def run_attempt(self, worker_args: WorkerArgs, group_spec: worker_group.WorkerGroupSpec) -> None:
+    def run_attempt(self, worker_args: WorkerArgs, group_spec: worker_pool.WorkerGroupSpec) -> None:
         self._workers.run_attempt(replace(worker_args, end_step=next(self._at, worker_args.end_step)), group_spec)
 
     def discard(self, run: Run) -> None:
@@ -201,7 +201,7 @@ def test_a_resized_run_trains_on_the_same_rows_and_its_ledger_shows_it(trained: 
     log = events.read_events(folder / "resized")
     assert [(event["workers"], event["step"]) for event in log if event["kind"] == "started"] == [(2, 0), (1, middle)]
     assert result["order_digest"] == trained.summary["order_digest"]
-    report = ledger.check_ledger(Run(folder / "resized"))
+    report = verify.check_ledger(Run(folder / "resized"))
     assert (report.passed, report.steps, report.order_digest) == (True, last, result["order_digest"])
     assert len(report.matching_records) == last  # log_every=1: every update's link was recorded, by whoever trained it
     assert report.format_text().startswith(f"every row once per epoch: {report.rows} rows x {EPOCHS} epochs")
@@ -236,7 +236,7 @@ def test_an_error_of_a_start_ends_the_run_after_its_budget_with_its_traceback_in
     assert not prepared.run.artifact.exists()
 
 
-class Unreachable(worker_group.FreshWorkerGroup):
+class Unreachable(worker_pool.FreshWorkerGroup):
     """Workers of a Ray that does not answer the driver."""
 
     def acquire(self, run: Run) -> None:

@@ -17,8 +17,8 @@ from rtrain.core.run_folder import Run
 from rtrain.data.store.store import Store
 from rtrain.inference import artifact
 from rtrain.inference.predictor import Predictor
-from rtrain.models import auxiliary_params, vocab_trimming
-from rtrain.report.live import event_messages
+from rtrain.models import network_parts, vocab_trimming
+from rtrain.report import event_messages
 from rtrain.runs import controller, prepare, run_folders
 from rtrain.runs.worker_pool import ReusableWorkerGroup
 from tests.conftest import labelled_rows
@@ -142,14 +142,12 @@ def test_a_narrow_student_learns_inside_its_teacher_and_resumes(
     assert inside(folder)[1]["status"] == "finished"
     network = transformers.AutoModelForSequenceClassification.from_pretrained(folder / "artifact")
     assert (network.config.hidden_size, network.config.num_attention_heads) == (16, 1)
-    assert not any(
-        auxiliary_params.MODULE_NAME in name for name in load_file(folder / "artifact" / "model.safetensors")
-    )
+    assert not any(network_parts.MODULE_NAME in name for name in load_file(folder / "artifact" / "model.safetensors"))
     newest = checkpoint_format.checkpoint_path(
         Run(folder).checkpoints, max(checkpoint_format.list_steps(Run(folder).checkpoints))
     )
-    assert load_file(newest / "model.safetensors")[f"{auxiliary_params.MODULE_NAME}.weight"].shape == (32, 16)
-    assert f"{auxiliary_params.MODULE_NAME}.weight:exp_avg" in load_file(newest / "optim.safetensors")
+    assert load_file(newest / "model.safetensors")[f"{network_parts.MODULE_NAME}.weight"].shape == (32, 16)
+    assert f"{network_parts.MODULE_NAME}.weight:exp_avg" in load_file(newest / "optim.safetensors")
     assert inside(other, until=5)[1]["status"] == "paused"
     distill.run_distillation(run_folders.load_config(trained.run), trained.run, other, "resume", workers=kept_workers)
     item, two = ((run / "artifact" / "model.safetensors").read_bytes() for run in (folder, other))

@@ -14,7 +14,7 @@ from rtrain.cli import app as cli
 from rtrain.compress import distill
 from rtrain.config import with_overrides
 from rtrain.core.run_folder import Run
-from rtrain.evaluation import inspect_artifact, reproduce_commands
+from rtrain.evaluation import inspect_artifact
 from rtrain.inference import artifact
 from rtrain.inference.artifact import ArtifactError
 from rtrain.runs import run_folders
@@ -137,7 +137,7 @@ def test_lineage_leads_to_data_and_run_and_to_the_commands(gated: Gated) -> None
         f"rtrain quantize {run}-again --out {run}-again/artifact-int8",
     ]
     student = replace(created, lineage={**created.lineage, "teacher": "0123456789ab"})
-    assert reproduce_commands.list_commands(gated.float_one, student)[0].endswith(
+    assert inspect_artifact.list_commands(gated.float_one, student)[0].endswith(
         f" --out {run}-again  # TEACHER: the run of artifact 0123456789ab"
     )
 
@@ -153,7 +153,7 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
     run_folders.write_frozen_config(run, with_overrides(reports.settings(tmp_path, labelled_rows(60)), distilled))
     created = artifact.read_artifact(make_artifact(run.artifact))
     student = {"teacher": "0123456789ab", "calibration_rows": 64, "max_changed_predictions": 0.01}
-    first, second = reproduce_commands.list_commands(
+    first, second = inspect_artifact.list_commands(
         run.int8_artifact, replace(created, engine="onnxruntime", lineage=student)
     )
     assert first.endswith("  # TEACHER: the run of artifact 0123456789ab")
@@ -163,7 +163,7 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
         f"rtrain quantize {run}-again --set quantize.calibration_rows=64 --set quantize.engine=onnxruntime"
         f" --out {run}-again/artifact-int8"
     )
-    weights = reproduce_commands.list_commands(
+    weights = inspect_artifact.list_commands(
         run.int8_artifact, replace(created, engine="openvino", lineage={"kind": "weights"})
     )
     assert weights[-1] == (
@@ -172,9 +172,7 @@ def test_the_commands_have_the_settings_that_made_it(tmp_path: Path) -> None:
     )
     with run.config.open("a", encoding="utf-8") as file:
         file.write("of_a_later_version: 7\n")
-    assert (
-        reproduce_commands.list_commands(run.int8_artifact, replace(created, engine="openvino", lineage=student)) == []
-    )
+    assert inspect_artifact.list_commands(run.int8_artifact, replace(created, engine="openvino", lineage=student)) == []
 
 
 ASKED = {
@@ -205,7 +203,7 @@ def test_the_settings_of_the_command_make_the_same_run(tmp_path: Path, known: bo
         student.artifact, {"verdict": "promote", "baseline": against} if known else {}
     )
     created = replace(created, lineage={"teacher": teacher.metadata.version})
-    [command] = reproduce_commands.list_commands(student.artifact, created)
+    [command] = inspect_artifact.list_commands(student.artifact, created)
     words = shlex.split(command, comments=True)
     assert words[:3] == ["rtrain", "distill", str(taught.folder) if known else "TEACHER"]
     sets = dict(config.parse_assignment(words[place + 1]) for place, word in enumerate(words) if word == "--set")

@@ -2,20 +2,14 @@
 
 import json
 import re
-import time
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
 
-from rtrain.checkpoint import format as checkpoint_format
-from rtrain.cluster import supervisor
 from rtrain.core import env, manifest
 from rtrain.core.run_folder import Run
-from rtrain.verification import ledger
-from tests.conftest import labelled_rows, write_rows
 from tests.support.heads import Head, related
 from tests.support.root import ROOT
 from tests.support.tiny import make_encoder
@@ -133,42 +127,3 @@ def test_a_module_that_hides_ours_on_the_workers_is_refused_by_name(head: Head, 
     refused = head.submit(tmp_path, "python", "-m", "rtrain", "recipes", "list")
     assert refused.returncode == 1
     assert "decoy" not in refused.stdout
-
-
-# ------------------------------------------------------------------------------------------------ a driver that dies
-
-
-@pytest.mark.slow
-def test_a_job_whose_driver_is_killed_starts_it_again_and_ends_its_run(head: Head) -> None:
-    run = head.folder / "runs" / "killed"
-    data, model = write_rows(head.folder / "rows.csv", labelled_rows(403)), make_encoder(head.folder / "encoder-2")
-    settings = ["train.precision=fp32", "train.epochs=60", "train.save_every=50", "train.workers=1"]
-    command = ["python", "-m", "rtrain", "train", "intent", "--data", str(data), "--model", str(model), "--json"]
-    command += ["--out", str(run), *(part for setting in settings for part in ("--set", setting))]
-    with ThreadPoolExecutor(1) as pool:
-        submitted = pool.submit(head.submit, ROOT, *command)
-        while not checkpoint_format.list_steps(run / "checkpoints"):
-            assert not submitted.done(), submitted.result().stdout
-            time.sleep(0.02)
-        [driver] = [process for process in related(head.folder) if _is_driver(process)]
-        driver.kill()
-        ended = submitted.result()
-    assert ended.returncode == 0, ended.stdout
-    summary = json.loads(next(line for line in ended.stdout.splitlines() if line.startswith('{"run"')))
-    assert (summary["status"], summary["restarts"]) == ("finished", 1)
-    job = next(job for job in head.jobs() if str(run) in job["entrypoint"])
-    assert job["status"] == "SUCCEEDED"
-    report = ledger.check_ledger(Run(run))
-    assert (report.passed, report.steps) == (True, summary["steps"])
-
-
-def _is_driver(process: psutil.Process) -> bool:
-    """The child of a job's supervisor."""
-    try:
-        return (
-            supervisor.CHILD_VARIABLE in process.environ()
-            and "train" in process.cmdline()
-            and "-m" in process.cmdline()
-        )
-    except psutil.Error:
-        return False

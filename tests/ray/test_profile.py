@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from rtrain.cli import app as cli
-from rtrain.profiling import cases, profile
-from rtrain.trainer.step_timing import STEP_PARTS
+from rtrain.parallel.profiler import STEP_PARTS
+from rtrain.profiling import profile
 from tests.support import trained
 from tests.support.profiles import document, row
 
-LENGTH = cases.ProfileLength(steps=3, warm_up_steps=1)
+LENGTH = profile.ProfileLength(steps=3, warm_up_steps=1)
 
 
 @pytest.mark.ray
@@ -22,7 +22,7 @@ def test_a_recipe_is_profiled_as_it_trains(ray_session: Path) -> None:
     folder, events = ray_session / "profiled" / "out", list[dict[str, Any]]()
     result = profile.run_profile(
         config,
-        cases.expand_sweeps(config, [], LENGTH),
+        profile.expand_sweeps(config, [], LENGTH),
         LENGTH,
         folder,
         lambda row, place: contextlib.nullcontext(),

@@ -19,16 +19,15 @@ from rtrain.data.store.store import Store
 from rtrain.inference import artifact
 from rtrain.report import baselines
 from rtrain.runs import controller, prepare
-from rtrain.verification.faults import find_leftover_workers
+from rtrain.verification.drill import find_leftover_workers
 from tests.support.reports import Page
 from tests.support.tiny import make_encoder
 from tests.support.trained import settings
 from tests.unit.runs.test_stop_request import within
-from tune import gate_winner, holdout_scores, search, successive_halving, trainable, trial_pool
+from tune import holdout_scores, search, successive_halving, trainable, trial_pool
 from tune.history import read_journal
-from tune.objective import Objective
-from tune.report import table, verdict
-from tune.successive_halving import RungSchedule
+from tune.report import table
+from tune.successive_halving import Objective, RungSchedule
 
 pytestmark = pytest.mark.ray
 
@@ -91,12 +90,10 @@ def weights(run: Run, update: int) -> bytes:
 def test_every_trial_came_to_the_first_rung_at_equal_rows_and_the_better_half_went_on(
     result: search.SearchResult,
 ) -> None:
-    full = max(trial.final_result.rows for trial in result.history.trials if trial.final_result)
-    ladder, sound = (
-        RungSchedule.from_first_rung(0.2, full),
-        [trial for trial in result.history.original_trials if trial.is_valid],
-    )
-    assert [trial.number for trial in result.history.original_trials if not trial.is_valid] == [LOST]
+    trials = result.history.original_trials
+    full = max(trial.final_result.rows for trial in trials if trial.final_result)
+    ladder, sound = RungSchedule.from_first_rung(0.2, full), [trial for trial in trials if trial.is_valid]
+    assert [trial.number for trial in trials if not trial.is_valid] == [LOST]
     assert len(sound) == 5
     for element in sound:
         recipe = config.load_config(str(result.search.trial(element.number).config)).recipe
@@ -104,8 +101,8 @@ def test_every_trial_came_to_the_first_rung_at_equal_rows_and_the_better_half_we
             assert 0 <= rung_result.rows - ladder.rungs[rung_result.rung] < recipe.global_batch_size
     survivors = successive_halving.select_survivors(sound, 0, Objective())
     assert [item.number for item in sound if len(item.rung_results) > 1] == [survivor.number for survivor in survivors]
-    assert result.history.trials[1].settings == {"optim.lr": 1e-6}
-    assert result.history.trials[1] not in survivors
+    assert trials[1].settings == {"optim.lr": 1e-6}
+    assert trials[1] not in survivors
 
 
 def test_the_end_has_trial_0_and_its_winner_is_not_behind_it(result: search.SearchResult) -> None:
@@ -122,10 +119,10 @@ def test_the_end_has_trial_0_and_its_winner_is_not_behind_it(result: search.Sear
 
 def test_a_trial_is_gated_beside_trial_0_on_the_rows_that_were_held_back(result: search.SearchResult) -> None:
     selection, message = config.load_config(str(result.search.config)), list[dict[str, Any]]()
-    assert gate_winner.gate_winner(result.search, 0, selection, message.append) is None  # beside itself
+    assert holdout_scores.gate_winner(result.search, 0, selection, message.append) is None  # beside itself
     other = next(trial for trial in result.history.original_trials if trial.final_result and trial.number)
     run, base = result.search.trial(other.number), result.search.trial(0)
-    document = gate_winner.gate_winner(result.search, other.number, selection, message.append)
+    document = holdout_scores.gate_winner(result.search, other.number, selection, message.append)
     remaining = artifact.read_artifact(run.artifact).gate
     assert document is not None
     assert remaining == document
@@ -139,7 +136,7 @@ def test_a_trial_is_gated_beside_trial_0_on_the_rows_that_were_held_back(result:
     assert plain["score"] is not None, plain  # the rows that trial 0 was trained on are known
     assert document["latency"] == []  # the two differ in their weights alone
     message.clear()
-    second = gate_winner.gate_winner(result.search, other.number, selection, message.append)
+    second = holdout_scores.gate_winner(result.search, other.number, selection, message.append)
     assert (second, message) == (document, [])  # stored costs are not measured again
 
 
@@ -153,14 +150,12 @@ def test_frozen_trials_have_a_checkpoint_of_their_rung_and_no_artefact(result: s
 
 
 def test_best_yaml_is_what_the_winner_was_trained_by(result: search.SearchResult) -> None:
-    best, instance = (
-        config.load_config(str(path)).recipe for path in (result.search.best_config, result.winner.config)
+    best, winner, own = (
+        config.load_config(str(path)).recipe.recipe_digest()
+        for path in (result.search.best_config, result.winner.config, result.search.config)
     )
-    assert best.recipe_digest() == instance.recipe_digest()
-    assert (
-        best.recipe_digest() != config.load_config(str(result.search.config)).recipe.recipe_digest()
-        or result.best_trial.number == 0
-    )
+    assert best == winner
+    assert (best == own) == (result.best_trial.number == 0)
 
 
 @pytest.mark.slow
@@ -180,7 +175,7 @@ def test_best_yaml_trains_the_winner_again_and_it_is_the_same_to_the_last_bit(
 
 def test_what_a_search_leaves(result: search.SearchResult) -> None:
     page = Page(result.search.search_page.read_text())
-    assert verdict.describe_search(result.search)[1:] in page.text
+    assert table.describe_search(result.search)[1:] in page.text
     assert (result.search.folder / "optuna.journal").is_file()
     headline = trainable.headline_metric(config.load_config(str(result.search.config)))
     text = table.format_table(result.history, headline, config.load_config(str(result.search.config)).deploy.tune)
@@ -270,31 +265,27 @@ def test_more_trials_at_once_than_fit_are_refused_with_the_nearest_number_that_d
 
 
 @pytest.mark.parametrize(
-    ("rows", "refused"), [({}, True), ({"data.valid": "v.csv"}, False), ({"data.split_column": "s"}, False)]
+    ("recipe", "overrides", "refusal"),
+    [
+        ("intent", {"data.valid_share": 0}, ("data.valid_share", "no_rows")),
+        ("intent", {"data.valid_share": 0, "data.valid": "v.csv"}, None),
+        ("intent", {"data.valid_share": 0, "data.split_column": "s"}, None),
+        ("intent", {"data.validation_fold": 1}, ("data.validation_fold", "unsupported")),
+        ("essay", {"tune.objective": "time_to_target", "tune.target": 0.15}, ("tune.target", "out_of_range")),
+        ("essay", {"tune.objective": "time_to_target", "tune.target": -0.15}, None),
+        ("intent", {"tune.objective": "time_to_target", "tune.target": 0.9}, None),
+    ],
 )
-def test_a_search_without_validation_rows_is_refused(rows: dict[str, str], refused: bool) -> None:
-    selection = config.load_config("intent", {"data.path": "rows.csv", "data.valid_share": 0, **rows})
-    if not refused:
+def test_what_the_end_could_not_judge_by_is_refused(
+    recipe: str, overrides: dict[str, Any], refusal: tuple[str, str] | None
+) -> None:
+    selection = config.load_config(recipe, {"data.path": "rows.csv", **overrides})
+    if refusal is None:
         search.check_search(selection)
         return
     with pytest.raises(ConfigError) as caught:
         search.check_search(selection)
-    assert [(problem.field, problem.code) for problem in caught.value.problems] == [("data.valid_share", "no_rows")]
-
-
-def test_what_the_end_could_not_judge_by_is_refused() -> None:
-    rows = {"data.path": "rows.csv"}
-    with pytest.raises(ConfigError) as caught:
-        search.check_search(config.load_config("intent", {**rows, "data.validation_fold": 1}))
-    assert [(problem.field, problem.code) for problem in caught.value.problems] == [
-        ("data.validation_fold", "unsupported")
-    ]
-    timed = {**rows, "tune.objective": "time_to_target", "tune.target": 0.15}
-    with pytest.raises(ConfigError) as caught:
-        search.check_search(config.load_config("essay", timed))
-    assert [(problem.field, problem.code) for problem in caught.value.problems] == [("tune.target", "out_of_range")]
-    search.check_search(config.load_config("essay", {**timed, "tune.target": -0.15}))
-    search.check_search(config.load_config("intent", {**timed, "tune.target": 0.9}))
+    assert [(problem.field, problem.code) for problem in caught.value.problems] == [refusal]
 
 
 def test_a_search_in_a_used_folder_and_another_search_in_an_old_one_are_refused(
@@ -310,17 +301,24 @@ def test_a_search_in_a_used_folder_and_another_search_in_an_old_one_are_refused(
     ]
 
 
-def test_values_that_the_model_cannot_read_are_refused_before_any_trial(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tune", "field"),
+    [
+        ({"tune.space": {"data.max_tokens": [16, 100_000]}}, "tune.space.data.max_tokens"),
+        ({"tune.space": {"data.max_tokens": {"low": 16, "high": 100_000}}}, "tune.space.data.max_tokens"),
+        ({"tune.points_to_evaluate": [{"data.max_tokens": 100_000}]}, "tune.points_to_evaluate.0"),
+        ({"tune.space": {"data.max_tokens": [16, 32]}}, None),
+    ],
+)
+def test_values_that_the_model_cannot_read_are_refused_before_any_trial(
+    tune: dict[str, Any], field: str | None, tmp_path: Path
+) -> None:
     """Each trial with one would fail, and count."""
     encoder = make_encoder(tmp_path / "encoder")
-    base = {"data.path": "rows.csv", "model.name": str(encoder)}
-    for searched in ([16, 100_000], {"low": 16, "high": 100_000}):
-        selection = config.load_config("intent", {**base, "tune.space": {"data.max_tokens": searched}})
-        with pytest.raises(ConfigError) as caught:
-            search.check_model(selection, encoder)
-        assert {problem.field for problem in caught.value.problems} == {"tune.space.data.max_tokens"}
-    points = config.load_config("intent", {**base, "tune.points_to_evaluate": [{"data.max_tokens": 100_000}]})
+    selection = config.load_config("intent", {"data.path": "rows.csv", "model.name": str(encoder), **tune})
+    if field is None:
+        search.check_model(selection, encoder)
+        return
     with pytest.raises(ConfigError) as caught:
-        search.check_model(points, encoder)
-    assert {problem.field for problem in caught.value.problems} == {"tune.points_to_evaluate.0"}
-    search.check_model(config.load_config("intent", {**base, "tune.space": {"data.max_tokens": [16, 32]}}), encoder)
+        search.check_model(selection, encoder)
+    assert {problem.field for problem in caught.value.problems} == {field}

@@ -13,11 +13,11 @@ from rtrain import config
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.core.run_folder import Run
 from rtrain.parallel.layout import ParallelLayout
-from rtrain.planning import memory_fit
-from rtrain.planning.memory_needs import WorkerMemory
+from rtrain.planning import memory_estimate
+from rtrain.planning.memory_estimate import WorkerMemory
 from rtrain.runs import controller, prepare
 from rtrain.runs.worker_pool import ReusableWorkerGroup
-from rtrain.verification import faults
+from rtrain.verification import drill
 from tests.support import trained
 
 pytestmark = pytest.mark.timeout(900)
@@ -28,18 +28,18 @@ pytestmark = pytest.mark.timeout(900)
 def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layout(
     ray_session: Path, kept_workers: ReusableWorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose = memory_fit.first_fitting_layout
+    choose = memory_estimate.first_fitting_layout
 
     def tight(
-        needs: Iterable[tuple[ParallelLayout, WorkerMemory]], room: memory_fit.MemoryLimit
-    ) -> memory_fit.LayoutChoice:
+        needs: Iterable[tuple[ParallelLayout, WorkerMemory]], room: memory_estimate.MemoryLimit
+    ) -> memory_estimate.LayoutChoice:
         """As if the machine had room for the second stage, and none for the first."""
         assert (room.sharing_workers, room.limit_bytes > 100e6) == (2, True)
         every = dict(needs)
         between = (room.used_bytes(every[ParallelLayout(1)]) + room.used_bytes(every[ParallelLayout(2)])) / 2
-        return choose(every.items(), memory_fit.MemoryLimit(between, 2))
+        return choose(every.items(), memory_estimate.MemoryLimit(between, 2))
 
-    monkeypatch.setattr(memory_fit, "first_fitting_layout", tight)
+    monkeypatch.setattr(memory_estimate, "first_fitting_layout", tight)
     folder = ray_session / "shards"
     asked = {"train.epochs": 1, "train.strategy": "auto", "train.evaluate_every": 6}
     settings = trained.settings(folder, **asked)
@@ -49,7 +49,7 @@ def test_a_run_in_shards_that_memory_chose_is_paused_and_goes_on_in_another_layo
 
     def look(event: dict[str, Any]) -> None:
         if event["kind"] == "progress" and not ranks:
-            ranks.update({rank: faults.find_process(prepared.run, rank) for rank in range(2)})
+            ranks.update({rank: drill.find_process(prepared.run, rank) for rank in range(2)})
 
     controller.fit(prepared, end_step=8, on_event=look, workers=kept_workers)
     assert len(set(ranks.values())) == 2  # what a drill of workers that share a model kills

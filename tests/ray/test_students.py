@@ -9,12 +9,12 @@ from rtrain import config
 from rtrain.cli import app as cli
 from rtrain.compress import distill, quantize, teacher as teaching
 from rtrain.config import Config
-from rtrain.config.deploy import DEFAULT_SPACE
+from rtrain.config.tune import DEFAULT_SPACE
 from rtrain.core.errors import ConfigError
 from rtrain.inference import artifact
 from rtrain.runs import run_folders
 from tests.support.trained import Trained
-from tune import search, space, student_costs, students
+from tune import search, space, students
 
 FEW = {"distill.layers": 1, "distill.epochs": 2, "distill.lr": 5e-3}
 SEARCH = {
@@ -45,7 +45,7 @@ def result(trained: Trained, ray_session: Path) -> search.SearchResult:
     root = ray_session / "students"
     root.mkdir()
     selection = initial(trained, root, **SEARCH)
-    students.check_students(selection, taught(trained), root)
+    search.check_students(selection, taught(trained), root)
     return search.run_search(selection, root / "search", teacher=trained.run / "artifact")
 
 
@@ -64,7 +64,7 @@ def test_its_trials_are_students_of_that_teacher_with_the_settings_asked_for(
     assert len({tuple(sorted(trial.settings.items())) for trial in result.history.original_trials}) == 2
     start = config.load_config(str(result.winner.config)).recipe.model.name
     assert {trial.cost for trial in result.history.original_trials} == {
-        student_costs.measure_megabytes(Path(start))
+        students.measure_megabytes(Path(start))
     }  # all have one layer
 
 
@@ -124,5 +124,5 @@ def test_what_cannot_be_searched_is_refused_before_anything_starts(
     trained: Trained, tmp_path: Path, searched: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        students.check_students(initial(trained, tmp_path, **{"tune.space": searched}), taught(trained), tmp_path)
+        search.check_students(initial(trained, tmp_path, **{"tune.space": searched}), taught(trained), tmp_path)
     assert [problem.field for problem in caught.value.problems] == [f"tune.space.{name}" for name in searched]

@@ -19,7 +19,7 @@ from rtrain.core.run_folder import Run
 from rtrain.data.store.store import Store
 from rtrain.inference import artifact
 from rtrain.inference.predictor import Predictor
-from rtrain.models import pooling, sentence_transformers_format
+from rtrain.models import model_files, pooling
 from rtrain.report import summary
 from rtrain.runs import controller, prepare
 from rtrain.runs.worker_pool import ReusableWorkerGroup
@@ -149,7 +149,7 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(
     folder.mkdir()
     overrides = {"task": "classification", "data.label": "kind", "data.valid_share": 0}
     selection = config.with_overrides(settings("regression", folder), overrides)
-    sentence_transformers_format.write_sentence_files(folder / "encoder", "mean", 32, 128)
+    pooling.write_sentence_files(folder / "encoder", "mean", 32, 128)
     run = folder / "run"
     prepared = prepare.prepare_run(selection, run)
     assert selection.recipe.model.pooling == "auto"
@@ -165,9 +165,9 @@ def test_a_run_on_all_rows_keeps_its_last_weights_and_its_pooling(
     remaining = load_file(run / "artifact" / "model.safetensors")
     last = load_file(checkpoint_format.checkpoint_path(run / "checkpoints", result["steps"]) / "model.safetensors")
     assert remaining.keys() == last.keys()
-    assert remaining["classifier.weight"].shape == (*pooling.GUARD_SHAPE, *last["classifier.weight"].shape)
+    assert remaining["classifier.weight"].shape == (*model_files.GUARD_SHAPE, *last["classifier.weight"].shape)
     assert all(torch.equal(remaining[name].reshape(last[name].shape), last[name]) for name in remaining)
-    assert sentence_transformers_format.read_pooling(run / "artifact") == "mean"
+    assert pooling.read_pooling(run / "artifact") == "mean"
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         transformers.AutoModelForSequenceClassification.from_pretrained(run / "artifact")
     # Resumed by a recipe that leaves the pooling open, though its encoder says otherwise by now.

@@ -20,9 +20,14 @@ from rtrain.core.errors import UserError
 from rtrain.data.order import RowOrder, assign_micro_batches, chain_digest, hash_step_rows
 from rtrain.data.store.store import Store
 from rtrain.trainer.trainer import INITIAL_LEDGER
-from rtrain.verification import layout_runs, planted_bugs, verify, verify_plan
-from rtrain.verification.layout_runs import CaseMeasurement, TrainingSlice
-from rtrain.verification.verify_plan import SINGLE_WORKER, SkippedLayout, VerificationCase
+from rtrain.verification import layout_runs, planted_bugs, verify
+from rtrain.verification.layout_runs import (
+    SINGLE_WORKER,
+    CaseMeasurement,
+    SkippedLayout,
+    TrainingSlice,
+    VerificationCase,
+)
 from tests.conftest import labelled_rows, write_rows
 from tests.support.tiny import make_encoder
 
@@ -79,7 +84,7 @@ def test_every_layout_trains_the_same(report: verify.VerificationReport) -> None
         assert 0 < measured.gradient_ratio <= 1e-8
         assert measured.differing_workers == 0
     assert [(item.workers, item.layout) for item in report.skipped_layouts] == [
-        *((4, layout) for layout in verify_plan.GRID_LAYOUTS),
+        *((4, layout) for layout in layout_runs.GRID_LAYOUTS),
         (2, "interleaved"),
     ]
 
@@ -145,12 +150,12 @@ def test_the_large_matrix_has_every_layout_by_as_many_workers_as_it_takes(settin
     assert (actual["problems"], done.returncode) == ([], 0)
     assert {case["layout"] for case in actual["cases"]} == {
         "",
-        *verify_plan.PAIR_LAYOUTS,
-        *verify_plan.GRID_LAYOUTS,
-        *verify_plan.CUBE_LAYOUTS,
+        *layout_runs.PAIR_LAYOUTS,
+        *layout_runs.GRID_LAYOUTS,
+        *layout_runs.CUBE_LAYOUTS,
     }
     assert {(item["workers"], item["layout"]) for item in actual["skipped_layouts"]} == {
-        (3, layout) for layout in verify_plan.PAIR_LAYOUTS if not layout.startswith("zero")
+        (3, layout) for layout in layout_runs.PAIR_LAYOUTS if not layout.startswith("zero")
     }
 
 
@@ -171,16 +176,16 @@ def with_train(settings: Config, **train: object) -> Config:
 
 
 def test_four_workers_are_in_the_plan_where_they_have_cores(settings: Config) -> None:
-    few, many = (verify_plan.make_plan(settings, 10_000, 20.0, cores=cores) for cores in (3, 4))
-    assert [item.layout for item in few.skipped_layouts] == list(verify_plan.GRID_LAYOUTS)
+    few, many = (layout_runs.make_plan(settings, (10_000, 20.0), cores=cores) for cores in (3, 4))
+    assert [item.layout for item in few.skipped_layouts] == list(layout_runs.GRID_LAYOUTS)
     assert (few.workers, many.workers, many.skipped_layouts) == (2, 4, ())
-    assert {case.layout for case in many.groups[-1]} == {"", *verify_plan.GRID_LAYOUTS}
-    assert [verify_plan.max_group_workers(settings.recipe.train, False, cores) for cores in (3, 4)] == [2, 4]
+    assert {case.layout for case in many.groups[-1]} == {"", *layout_runs.GRID_LAYOUTS}
+    assert [layout_runs.max_group_workers(settings.recipe.train, False, cores) for cores in (3, 4)] == [2, 4]
 
 
 def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> None:
     frozen = config.with_overrides(settings, {"model.freeze": "encoder"})
-    todo = verify_plan.make_plan(frozen, 10_000, 20.0, plant_bugs=True)
+    todo = layout_runs.make_plan(frozen, (10_000, 20.0), plant_bugs=True)
     assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1] + SHARED_BUGS
 
 
@@ -188,12 +193,12 @@ def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> Non
 def test_every_replica_of_the_full_plan_is_idle_once_and_makes_another_number_of_passes(
     settings: Config, asked: int, per_update: int, rows: int
 ) -> None:
-    todo = verify_plan.make_plan(with_train(settings, global_batch_size=asked), 10_000, 20.0, full=True)
+    todo = layout_runs.make_plan(with_train(settings, global_batch_size=asked), (10_000, 20.0), full=True)
     assert (todo.rows, todo.global_batch_size) == (rows, per_update)
     lengths = np.random.default_rng(0).integers(4, 60, todo.rows).astype(np.int32)
     seen = set[str]()
     for case in (case for group in todo.groups for case in group):
-        train = verify_plan.case_train_config(settings.recipe.train, case.layout, case.workers)
+        train = layout_runs.case_train_config(settings.recipe.train, case.layout, case.workers)
         replicas = case.workers // (
             train.tensor_parallel_size * train.pipeline_parallel_size * train.context_parallel_size
         )
@@ -207,7 +212,7 @@ def test_every_replica_of_the_full_plan_is_idle_once_and_makes_another_number_of
             ]
             assert min(passes) < max(passes), case.name
             assert counts is None or min(passes) == counts
-    assert seen == {"", "zero 2", "zero 3", *verify_plan.GRID_LAYOUTS, *verify_plan.CUBE_LAYOUTS} - {
+    assert seen == {"", "zero 2", "zero 3", *layout_runs.GRID_LAYOUTS, *layout_runs.CUBE_LAYOUTS} - {
         "pipeline, tensor 2"
     }  # of all workers
 
@@ -229,16 +234,20 @@ def test_a_tensor_whose_gradient_is_lost_is_seen(tmp_path: Path) -> None:
     assert (lost.gradient_ratio, lost.worst_tensor, lost.worst_step) == (math.inf, "bias", 1)
 
 
-def layouts(todo: verify_plan.VerificationPlan, group: int = 1) -> list[str]:
+def layouts(todo: layout_runs.VerificationPlan, group: int = 1) -> list[str]:
     """Those that are trained from the start, and the bugs."""
     return [
         case.bug or case.layout for case in todo.groups[group] if not case.resumed_from and case.precision == "fp64"
     ]
 
 
-def planned(settings: Config, model: Path, **how: bool) -> verify_plan.VerificationPlan:
-    return verify_plan.make_plan(
-        settings, 10_000, 20.0, cores=4, find_problems=partial(verify_plan.check_layout, settings.recipe, model), **how
+def planned(settings: Config, model: Path, **how: bool) -> layout_runs.VerificationPlan:
+    return layout_runs.make_plan(
+        settings,
+        (10_000, 20.0),
+        cores=4,
+        find_problems=partial(layout_runs.check_layout, settings.recipe, model),
+        **how,
     )
 
 
@@ -272,7 +281,7 @@ def test_how_rows_are_dealt_and_whole_gradients_are_sent_leaves_no_layout_out(se
     local_part = {"gradient_compression": "bf16", "min_workers": 1, "load_balancing": "auto"}
     sent = with_train(settings, **local_part)
     assert planned(sent, tiny) == planned(settings, tiny)
-    options = [verify_plan.case_train_config(sent.recipe.train, layout, 2) for layout in ("", "zero 3")]
+    options = [layout_runs.case_train_config(sent.recipe.train, layout, 2) for layout in ("", "zero 3")]
     assert [item.load_balancing for item in options] == ["auto", "off"]
     frozen = planned(config.with_overrides(settings, {"model.freeze": "encoder"}), tiny)
     assert {item.layout for item in frozen.skipped_layouts} == {
@@ -299,8 +308,8 @@ def test_what_was_left_out_is_told_and_not_passed_over() -> None:
 def test_every_plan_has_ragged_passes_and_a_short_last_update(
     settings: Config, workers: int, mean_tokens: float, rows: int
 ) -> None:
-    todo = verify_plan.make_plan(
-        with_train(settings, workers=workers, global_batch_size=64), rows, mean_tokens, plant_bugs=True
+    todo = layout_runs.make_plan(
+        with_train(settings, workers=workers, global_batch_size=64), (rows, mean_tokens), plant_bugs=True
     )
     entry = todo.global_batch_size // todo.workers
     assert entry >= 4
@@ -315,10 +324,10 @@ def test_a_slice_in_whose_middle_nothing_can_be_resumed_is_refused_with_the_rows
     settings: Config,
 ) -> None:
     """Four workers have four rows each in an update: 16 rows are one, and no checkpoint lies before its end."""
-    few, enough = (verify_plan.make_plan(settings, rows, 20.0, cores=4) for rows in (16, 17))
-    [problem] = verify_plan.check_plan(settings, few)
+    few, enough = (layout_runs.make_plan(settings, (rows, 20.0), cores=4) for rows in (16, 17))
+    [problem] = layout_runs.check_plan(settings, few)
     assert (problem.field, problem.code) == ("data.path", "too_few_rows")
-    assert verify_plan.check_plan(settings, enough) == []
+    assert layout_runs.check_plan(settings, enough) == []
 
 
 def test_a_layout_beyond_fp32_s_noise_is_a_problem() -> None:

@@ -12,12 +12,12 @@ from rtrain.checkpoint import format as checkpoint_format
 from rtrain.config import with_overrides
 from rtrain.core import events
 from rtrain.core.run_folder import Run
-from rtrain.models import tokenizer_files
-from rtrain.report.live import event_messages
-from rtrain.runs import controller, prepare, stop_request, worker_group, worker_pool
-from rtrain.trainer import rung_predictions
-from rtrain.verification import faults
-from rtrain.verification.faults import find_leftover_workers
+from rtrain.models import model_files
+from rtrain.report import event_messages
+from rtrain.runs import controller, prepare, stop_request, worker_pool
+from rtrain.trainer import evaluate
+from rtrain.verification import drill
+from rtrain.verification.drill import find_leftover_workers
 from tests.support.tiny import make_encoder
 from tests.support.trained import Trained
 from tests.unit.runs.test_stop_request import within
@@ -50,7 +50,7 @@ def test_a_run_frozen_at_rungs_and_thawed_in_used_workers_ends_like_one_that_nev
     its encoder disagree."""
     folder, last = trained.run.parent, trained.summary["steps"]
     encoder = make_encoder(folder / "disagreeing")
-    (encoder / tokenizer_files.CONFIG_FILE).write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
+    (encoder / model_files.CONFIG_FILE).write_text('{"tokenizer_class": "BertTokenizer", "do_lower_case": true}')
     changed = {"optim.lr": 1e-4, "train.seed": 7, "model.name": str(encoder)}
     other = prepare.prepare_run(with_overrides(trained.config, changed), folder / "other")
     mine, processes = folder / "frozen", list[list[str]]()
@@ -62,11 +62,11 @@ def test_a_run_frozen_at_rungs_and_thawed_in_used_workers_ends_like_one_that_nev
         processes.append([worker.split()[1] for worker in find_leftover_workers()])  # by id: their titles change
         if stop == 5:
             controller.fit(other, end_step=3, workers=workers)
-            assert rung_predictions.read_rung(Run(mine), 5) is not None
+            assert evaluate.read_rung(Run(mine), 5) is not None
     assert summary["status"] == "finished"
     [differing] = other.run.events("tokenizer")
-    assert differing["differing"] == tokenizer_files.find_differing_texts(encoder) != []
-    assert differing["texts"] == len(tokenizer_files.PROBE_TEXTS)
+    assert differing["differing"] == model_files.find_differing_texts(encoder) != []
+    assert differing["texts"] == len(model_files.PROBE_TEXTS)
     assert event_messages.format_event(differing) is not None
     assert Run(mine).events("tokenizer") == []
     assert processes[0] == processes[1] == processes[2] != []
@@ -87,7 +87,7 @@ def test_a_killed_worker_costs_its_start_alone(trained: Trained, workers: worker
     def kill(event: dict[str, object]) -> None:
         if event["kind"] == "progress" and event["step"] == 9 and not killed:
             killed.append(event)
-            worker = next(worker for worker in find_leftover_workers() if faults.WORKER_CLASS in worker)
+            worker = next(worker for worker in find_leftover_workers() if drill.WORKER_CLASS in worker)
             os.kill(int(worker.split()[1]), signal.SIGKILL)
 
     prepared = prepare.prepare_run(trained.config, folder / "hurt")
@@ -128,11 +128,11 @@ def test_the_end_of_workers_does_not_wait_for_a_ray_that_does_not_answer(
 
     monkeypatch.setattr(worker_pool, "SHUTDOWN_TIMEOUT_S", 0.1)
     monkeypatch.setattr(worker_pool, "RAY_SHUTDOWN_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(worker_group, "make_trainer", lambda *args, **options: Hanging())
+    monkeypatch.setattr(worker_pool, "make_trainer", lambda *args, **options: Hanging())
     post = worker_pool.start_mailbox_server()
     hanging = worker_pool.ReusableWorkerGroup(Run(tmp_path / "slot"), post)
     with pytest.raises(AttributeError):  # of the attempt, since `None` is not an attempt
-        hanging.run_attempt(None, worker_group.WorkerGroupSpec(1))  # type: ignore[arg-type]
+        hanging.run_attempt(None, worker_pool.WorkerGroupSpec(1))  # type: ignore[arg-type]
     ending = threading.Thread(target=hanging.shut_down, daemon=True)
     ending.start()
     ending.join(30)

@@ -27,16 +27,15 @@ from rtrain.core import manifest
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.inference.artifact import ArtifactError
 from rtrain.inference.predictor import Predictor
-from serve.deployment import Endpoint, start_endpoint
+from serve import deployment
+from serve.deployment import Endpoint, choose_cpu_reservation, start_endpoint
 from serve.ingress import ingress_choice
 from serve.ingress.address import Address, find_free_address
-from serve.rollout import placement
-from serve.rollout.placement import choose_cpu_reservation
 from tests.support import contract
 from tests.support.root import ROOT
 from tests.support.tiny import make_artifact
 from tests.unit.serve.test_clients import triton_asks_over_grpc, triton_asks_over_http
-from tests.unit.serve.test_unknown import reference_of
+from tests.unit.serve.test_drift import reference_of
 
 LABELS = ("a", "b", "c")
 REPLICAS = 2
@@ -167,7 +166,7 @@ def test_refusals_leave_nothing_behind(artifact: Path, tmp_path: Path, monkeypat
     with pytest.raises(ArtifactError):
         start_endpoint(tmp_path, ServeConfig(ungated=True, port=0), name="given")
     monkeypatch.setattr(ingress_choice, "TEMP_FOLDER", str(tmp_path))
-    monkeypatch.setattr(placement, "choose_cpu_reservation", lambda *_: 1 / 0)
+    monkeypatch.setattr(deployment, "choose_cpu_reservation", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         start_endpoint(artifact, ServeConfig(ungated=True, port=0, ingress="haproxy"))
     assert list(tmp_path.glob("rtrain-*")) == []

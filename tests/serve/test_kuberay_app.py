@@ -10,10 +10,10 @@ import pytest
 import ray.serve
 import yaml
 
-from rtrain.cluster.kubernetes import manifests
+from rtrain.cluster import kubernetes_manifests
 from rtrain.core.errors import ConfigError
 from rtrain.inference.artifact import ArtifactError
-from serve import deployment, kuberay_app
+from serve import kuberay_app, ray_config
 from serve.auth import api_keys
 from tests.support.refusals import refused_with
 from tests.support.root import ROOT
@@ -24,9 +24,9 @@ def test_an_application_has_the_name_that_manifests_give_it(tmp_path: Path) -> N
     folder = make_artifact(tmp_path / "artifact", ("lost", "found"))
     app = kuberay_app.application({"artifact": str(folder), "threads": 2})
     assert isinstance(app, ray.serve.Application)
-    *_, document = yaml.safe_load_all(manifests.render_manifests(manifests.ManifestOptions()))
+    *_, document = yaml.safe_load_all(kubernetes_manifests.render_manifests(kubernetes_manifests.ManifestOptions()))
     [described] = yaml.safe_load(document["spec"]["serveConfigV2"])["applications"]
-    assert [deployment_config["name"] for deployment_config in described["deployments"]] == [deployment.DEPLOYMENT_NAME]
+    assert [deployment_config["name"] for deployment_config in described["deployments"]] == [ray_config.DEPLOYMENT_NAME]
 
 
 def test_what_cannot_be_served_is_refused_before_a_replica_starts(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
     from rtrain import config
     from rtrain.cluster.connection import session
     from rtrain.core.errors import ConfigError
-    from rtrain.runs import controller, node_checks, prepare
+    from rtrain.runs import controller, nodes, prepare
 
     def chosen(**overrides: Any) -> config.Config:
         dotted = {name.replace("__", "."): value for name, value in overrides.items()}
@@ -72,7 +72,7 @@ def _drive(cluster: Any, folder: Path, own: Path, hub: Hub) -> dict[str, Any]:
         while len([node for node in ray.nodes() if node["Alive"]]) < 2:
             time.sleep(0.2)
         packaged = chosen(data__path=ROWS)
-        _, weights, *_ = node_checks.check_nodes(packaged, *prepare.check_run(packaged, root), root)
+        _, weights, *_ = nodes.check_nodes(packaged, *prepare.check_run(packaged, root), root)
         found["packaged"] = str(weights)
         try:
             prepare.prepare_run(

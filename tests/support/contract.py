@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import httpx
 
+import rtrain
+
 TEXT = "where is my parcel"
 INFER = "/v2/models/tiny/infer"
 SETTINGS: dict[str, Any] = {"max_inputs": 64, "max_body_bytes": 50_000, "max_text_characters": 20_000}
@@ -79,7 +81,8 @@ ROUTES = [
     Exchange("GET", "/v2/health/ready", 200, answer={"ready": True}),
     Exchange("HEAD", "/v2/health/live", 200),
     Exchange("GET", "/v2/models/tiny/ready", 200, answer={"name": "tiny", "ready": True}),
-    *(Exchange("GET", path, 200) for path in ("/v2", "/v2/models/tiny", "/info", "/openapi.json", "/metrics")),
+    Exchange("GET", "/v2", 200, answer={"name": "rtrain", "version": rtrain.__version__, "extensions": []}),
+    *(Exchange("GET", path, 200) for path in ("/v2/models/tiny", "/info", "/openapi.json", "/metrics")),
     *(Exchange("GET", path, 200) for path in ("/", "/page.css", "/page.js", "/docs")),
     Exchange("POST", "/v2/repository/index", 200),
     *(Exchange("GET", path, 404) for path in ("/nowhere", "/predict/", "/redoc")),

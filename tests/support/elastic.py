@@ -62,7 +62,7 @@ def main(folder: Path, layout_: str) -> None:
 def _drive(cluster: Any, folder: Path, layout_: str) -> dict[str, Any]:
     from rtrain.cluster.connection import session
     from rtrain.runs import controller, prepare
-    from rtrain.verification import ledger
+    from rtrain.verification import verify
 
     changes = [("joins", _join), ("drained", _drain), ("joins again", _join_spot), ("vanishes", _vanish)]
     short = layout_ == "short"
@@ -99,7 +99,7 @@ def _drive(cluster: Any, folder: Path, layout_: str) -> dict[str, Any]:
             steps[-1]["seconds"] = round(time.monotonic() - begin, 1)
             assert after["step"] == started["step"] + 1
         fit.join()
-    report = ledger.check_ledger(prepared.run)
+    report = verify.check_ledger(prepared.run)
     causes = [
         event.get("reason") or event.get("cause") for event in log if event["kind"] in ("restart_requested", "crashed")
     ]

@@ -84,7 +84,7 @@ def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
     from rtrain.config import ModelConfig, Recipe
     from rtrain.core.ragged import single_window_batch
     from rtrain.models import builder
-    from rtrain.parallel import factory
+    from rtrain.parallel import layout
     from rtrain.tasks import base
     from rtrain.trainer import optimizers, step
 
@@ -96,7 +96,7 @@ def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
     if train.gradient_checkpointing:
         builder.enable_activation_checkpointing(network)
     network.train()
-    exchange = factory.build_strategy(network, train)
+    exchange = layout.build_strategy(network, train)
     optimizer = optimizers.build_run_optimizer(exchange, Recipe(name="a", task=settings["task"], train=train))
     lengths = np.asarray(settings["lengths"], dtype=np.int32)
     vocabulary = network.config.vocab_size
@@ -121,15 +121,9 @@ def _train(folder: Path, settings: dict[str, Any], updates: int) -> None:
             ids = drawn.integers(5, vocabulary, int(lengths.sum())).astype(np.int32)
             row_ids = np.arange(len(lengths), dtype=np.uint64)
             passes.append(single_window_batch(ids, lengths, lengths, np.zeros(len(lengths)), row_ids))
-        step.run_step(
-            exchange,
-            optimizer,
-            Loss(),
-            passes,
-            pad_id=0,
-            precision=settings.get("precision", "fp32"),
-            max_grad_norm=1.0,
-        )
+        step.StepRunner(
+            exchange, optimizer, Loss(), pad_id=0, precision=settings.get("precision", "fp32"), max_grad_norm=1.0
+        ).run_step(passes)
 
 
 if __name__ == "__main__":

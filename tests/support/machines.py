@@ -25,12 +25,12 @@ import psutil
 import yaml
 
 from rtrain import ray_internals
-from rtrain.cluster import capacity
-from rtrain.cluster.jobs import job_names, upload
+from rtrain.cluster import capacity, data_tasks
+from rtrain.cluster.jobs import client, job_names
 from rtrain.core import env
 from rtrain.core.run_folder import Run
-from rtrain.rehearsal import faults, measurements, plan as plans
-from rtrain.rehearsal.machines.local_cluster import RehearsalCluster, find_free_ports, launch_cluster
+from rtrain.rehearsal import certificate, faults, plan as plans
+from rtrain.rehearsal.local_cluster import RehearsalCluster, find_free_ports, launch_cluster
 from tests.conftest import labelled_rows, write_rows
 from tests.support.root import ROOT
 from tests.support.tiny import make_artifact, make_encoder
@@ -83,7 +83,7 @@ def train(folder: Path) -> dict[str, Any]:
     make_encoder(folder / "encoder")
     run = Run(folder / "runs" / "lost")
     with launch_cluster(plan(8), folder / "first", say) as cluster:
-        cluster.jobs.submit(words(folder), upload.collect_upload(ROOT), say)
+        cluster.jobs.submit(words(folder), client.collect_upload(ROOT), say)
         until("three checkpoints", lambda: stored_step(folder) >= 3 * SAVE_EVERY)
         cluster.cloud.cut_power(cluster.head_name)
         until("the head's end", lambda: cluster.head_name not in cluster.registry.live_machines())
@@ -96,7 +96,7 @@ def resume(folder: Path) -> dict[str, Any]:
     run = Run(folder / "runs" / "lost")
     with launch_cluster(plan(8), folder / "second", say) as cluster:
         begin = time.time()
-        job = cluster.jobs.submit(words(folder), upload.collect_upload(ROOT), say)
+        job = cluster.jobs.submit(words(folder), client.collect_upload(ROOT), say)
         until("the run", lambda: run.log.is_file())
         started = until("a start", lambda: [event for event in run.events("started") if event["time"] > begin])[0]
         until("an update", lambda: [event for event in run.events("progress") if event["time"] > started["time"]])
@@ -123,7 +123,7 @@ def serve(folder: Path) -> dict[str, Any]:
     with launch_cluster(plan(1), folder / "machines", say) as cluster:
         command = ["serve", str(folder / "artifact"), "--port", str(port), "--set", "serve.replicas=2"]
         begin = time.monotonic()
-        job = cluster.jobs.submit(command, upload.collect_upload(ROOT), say)
+        job = cluster.jobs.submit(command, client.collect_upload(ROOT), say)
         line = cluster.jobs.wait_for_line(job, "serving ")
         seconds, nodes = round(time.monotonic() - begin, 1), len(cluster.registry.live_machines()) - 1
         statuses = asked_until_stopped(cluster, job, f"http://127.0.0.1:{port}/predict")
@@ -151,7 +151,7 @@ def grow(folder: Path) -> dict[str, Any]:
     with launch_cluster(small, folder / "machines", say) as cluster:
         begin = time.time()
         job = cluster.jobs.submit(
-            words(folder, run.name, 4, "train.min_workers=1", "train.epochs=5000"), upload.collect_upload(ROOT), say
+            words(folder, run.name, 4, "train.min_workers=1", "train.epochs=5000"), client.collect_upload(ROOT), say
         )
         until("the run", lambda: run.log.is_file())
         until("four workers", lambda: [event for event in run.events("started") if event["workers"] == 4])
@@ -185,12 +185,12 @@ def grow(folder: Path) -> dict[str, Any]:
             for start in run.events("started")[1:]
         ],
         "needed_by_one": small.required_nodes(
-            1, capacity.ResourceRequest(data_cpus=capacity.resolve_data_cpus(None, 4))
+            1, capacity.ResourceRequest(data_cpus=data_tasks.resolve_data_cpus(None, 4))
         ),
         "left_of_one": left,
         "started": len(machines),
-        "at_a_time": measurements.max_concurrent(
-            measurements.rehearsed_nodes({machine.name: machine for machine in machines}, {}, small, [], begin)
+        "at_a_time": certificate.max_concurrent(
+            certificate.rehearsed_nodes({machine.name: machine for machine in machines}, {}, small, [], begin)
         ),
         "in_the_end": count,
         "asked_s": [round(machine.requested_at - begin, 1) for machine in machines],
@@ -225,7 +225,7 @@ def broken(folder: Path) -> dict[str, Any]:
         return max((event["step"] for event in run.events("progress")), default=0)
 
     with launch_cluster(plan(8), folder / "machines", say) as cluster:
-        job = cluster.jobs.submit(words(folder, "lost", 2, "train.epochs=4000"), upload.collect_upload(ROOT), say)
+        job = cluster.jobs.submit(words(folder, "lost", 2, "train.epochs=4000"), client.collect_upload(ROOT), say)
         until("three checkpoints", lambda: stored_step(folder) >= 3 * SAVE_EVERY)
         killed, before = time.time(), last_step()
         driver(cluster).kill()
@@ -280,12 +280,12 @@ def labels(folder: Path) -> dict[str, Any]:
     requested += ["--set", "train.epochs=2", "--set", "tune.final_budget_rows=1", "--set", "tune.sampler=random"]
     locations = dict[str, set[str]]()
     with launch_cluster(plans.parse_plan(yaml.safe_dump(document)), folder / "machines", say) as cluster:
-        job = cluster.jobs.submit(["tune", *requested[1:]], upload.collect_upload(ROOT), say)
+        job = cluster.jobs.submit(["tune", *requested[1:]], client.collect_upload(ROOT), say)
         while (status := cluster.jobs.list_jobs()[job].status) not in job_names.FINAL_STATUSES:
             _note(cluster, "ray::RayTrainWorker", locations)
             time.sleep(0.2)
         command = ["serve", str(folder / "artifact"), "--port", str(port), "--set", "serve.labels={for: answers}"]
-        serving = cluster.jobs.submit(command, upload.collect_upload(ROOT), say)
+        serving = cluster.jobs.submit(command, client.collect_upload(ROOT), say)
         cluster.jobs.wait_for_line(serving, "serving ")
         _note(cluster, "ray::ServeReplica", locations)
         cluster.jobs.stop(serving)

@@ -76,32 +76,23 @@ def test_the_handler_of_before_is_back_afterwards() -> None:
 
 
 @pytest.mark.parametrize(
-    ("number", "code", "said"),
-    [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")],
+    ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
 def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, number: int, code: int, said: str) -> None:
     run = tmp_path / "my run"
-    with (
-        pytest.raises(CommandInterruptedError) as caught,
-        signals.raise_on_sigterm(),
-        options.resume_hint_on_interrupt(run, "distill", "a teacher"),
-    ):
-        os.kill(os.getpid(), number)
-    assert (caught.value.exit_code, str(caught.value)) == (code, said)  # nothing is there yet
+
+    def interrupted() -> CommandInterruptedError:
+        with (
+            pytest.raises(CommandInterruptedError) as caught,
+            signals.raise_on_sigterm(),
+            options.resume_hint_on_interrupt(run, "distill", "a teacher"),
+        ):
+            os.kill(os.getpid(), number)
+        return caught.value
+
+    assert (interrupted().exit_code, str(interrupted())) == (code, said)  # nothing is there yet
     run.mkdir()
     (run / "config.yaml").touch()
-    with (
-        pytest.raises(CommandInterruptedError) as caught,
-        signals.raise_on_sigterm(),
-        options.resume_hint_on_interrupt(run, "distill", "a teacher"),
-    ):
-        os.kill(os.getpid(), number)
-    assert str(caught.value) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
+    assert str(interrupted()) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
     make_artifact(run / "artifact")
-    with (
-        pytest.raises(CommandInterruptedError) as caught,
-        signals.raise_on_sigterm(),
-        options.resume_hint_on_interrupt(run, "distill", "a teacher"),
-    ):
-        os.kill(os.getpid(), number)
-    assert str(caught.value) == f"{said}; next: rtrain report '{run}'"
+    assert str(interrupted()) == f"{said}; next: rtrain report '{run}'"

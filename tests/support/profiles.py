@@ -3,13 +3,10 @@
 from collections.abc import Mapping
 from typing import Any
 
-from rtrain.parallel.timeline import COMM_ASYNC, COMM_WAIT, TimeSpan
-from rtrain.profiling import measurements
-from rtrain.profiling.cases import ProfileLength
-from rtrain.profiling.measurements import ProfiledStep, ProfiledWorker
-from rtrain.profiling.profile import DOCUMENT_KIND, DOCUMENT_VERSION
-from rtrain.trainer import step_timing
-from rtrain.trainer.step_timing import StepWindow
+from rtrain.parallel import profiler
+from rtrain.parallel.profiler import COMM_ASYNC, COMM_WAIT, StepWindow, TimeSpan
+from rtrain.profiling import profile
+from rtrain.profiling.profile import DOCUMENT_KIND, DOCUMENT_VERSION, ProfiledStep, ProfiledWorker, ProfileLength
 
 LENGTH = ProfileLength(steps=4, warm_up_steps=2)
 MS = 1_000_000
@@ -25,16 +22,16 @@ def worker(rank: int = 0, *, slower: int = 1, cores: int = 2, host: str = "here"
         wall = 100 * slower * MS + last * 50 * MS
         ends = [at + part * slower * MS for part in (5, 35, 80, 90)]
         spans = [
-            TimeSpan(step_timing.GET_BATCH, at, ends[0]),
-            TimeSpan(step_timing.FORWARD, ends[0], ends[1]),
+            TimeSpan(profiler.GET_BATCH, at, ends[0]),
+            TimeSpan(profiler.FORWARD, ends[0], ends[1]),
             TimeSpan(COMM_ASYNC, ends[1] + 10 * slower * MS, ends[1] + 30 * slower * MS),
             TimeSpan(COMM_WAIT, ends[2] - 5 * slower * MS, ends[2]),
             TimeSpan(COMM_ASYNC, ends[2] - 5 * slower * MS, ends[2]),
-            TimeSpan(step_timing.BACKWARD, ends[1], ends[2]),
-            TimeSpan(step_timing.OPTIMIZER, ends[2], ends[3]),
+            TimeSpan(profiler.BACKWARD, ends[1], ends[2]),
+            TimeSpan(profiler.OPTIMIZER, ends[2], ends[3]),
         ]
         if last:
-            spans.append(TimeSpan(step_timing.CHECKPOINT, at + wall - 50 * MS, at + wall))
+            spans.append(TimeSpan(profiler.CHECKPOINT, at + wall - 50 * MS, at + wall))
         updates.append(
             ProfiledStep(StepWindow(number, at, at + wall, tuple(spans)), rows=8, micro_batches=2, real_tokens=200)
         )
@@ -51,7 +48,7 @@ def row(workers: int = 1, *, slower: int = 1, cores: int = 2, **facts: Any) -> d
         **{"save_every": 25, "run_steps": 1000},
     }
     result = [worker(rank, slower=slower, cores=cores) for rank in range(workers)]
-    return measurements.summarize_row(measurements.ProfiledRunInfo(**{**known_values, **facts}), result, LENGTH)
+    return profile.summarize_row(profile.ProfiledRunInfo(**{**known_values, **facts}), result, LENGTH)
 
 
 def document(*rows: Mapping[str, Any], **changed: Any) -> dict[str, Any]:

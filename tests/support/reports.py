@@ -18,11 +18,11 @@ from rtrain.data.store.store import open_store
 from rtrain.inference import score
 from rtrain.inference.predictor import Predictor
 from rtrain.metrics import scores
-from rtrain.report import html
+from rtrain.parallel import profiler
+from rtrain.report import collect, html
 from rtrain.runs import predictions as answered, run_folders
 from rtrain.tasks import base
 from rtrain.tasks.encode import resolve_window_spec
-from rtrain.trainer import step_timing
 from tests.conftest import Row, labelled_rows, write_rows
 from tests.ray import test_tasks
 from tests.support.tiny import CORPUS, make_encoder, make_store, make_task_artifact
@@ -36,7 +36,7 @@ PARTS = {
     "optimizer": 0.005,
     "idle": 0.003,
 }
-STAGES = [{**dict.fromkeys(step_timing.STEP_PARTS, 0.0), **PARTS, "hidden": 0.004, "cores_busy": 0.75}] * 2
+STAGES = [{**dict.fromkeys(profiler.STEP_PARTS, 0.0), **PARTS, "hidden": 0.004, "cores_busy": 0.75}] * 2
 """The mean update of each of two workers, 100 ms."""
 MACHINE = {"host": "here", "workers": 2, "cores": 2, "gpus": 0, "gpu": None, "instance": "m7i.large"}
 SECONDS = {"setup": 2.0, "first_batch": 1.0, "train": 20.0, "evaluate": 3.0, "checkpoint": 0.5, "input_wait": 0.25}
@@ -244,3 +244,8 @@ class Page(HTMLParser):
 
 def page_of(run: Path) -> Page:
     return Page(html.write_report(Run(run)).read_text(encoding="utf-8"))
+
+
+def read(run: Path | Run) -> Any:
+    """Read the data of a run; untyped, since tests know which parts are present."""
+    return collect.read_run_data(run if isinstance(run, Run) else Run(run))

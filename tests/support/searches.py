@@ -11,7 +11,7 @@ import numpy as np
 from rtrain import config
 from rtrain.config import Config
 from rtrain.core.run_folder import Run
-from rtrain.report import row_predictions
+from rtrain.report import collect
 from rtrain.runs import run_folders
 from tests.conftest import write_rows
 from tests.support.reports import write_predictions
@@ -148,9 +148,10 @@ def _end(
             search, journal.history, selection.deploy.tune.holdout_fraction, 1
         )
         full = ROWS_PER_UPDATE * UPDATES
-        expected = finals.next_runs(journal.history, full, (3 + len(repeats)) * full if repeats else 0, answers)
+        limits = finals.FinalsSettings(full, (3 + len(repeats)) * full if repeats else 0)
+        expected = finals.next_runs(journal.history, answers, limits)
         assert isinstance(expected, finals.SearchVerdict), expected
-        journal.append("winner", winner=expected.winner, verdict=expected.to_document())
+        journal.append("winner", winner=expected.winner, verdict=asdict(expected))
         search.append_event("searched", winner=expected.winner, trials=len(journal.history.trials))
 
 
@@ -160,7 +161,7 @@ def _finish(search: Run, journal: Journal, selection: Config, number: int, right
     _train(run, UPDATES // 2 + UPDATES // 4, UPDATES, right, rows)
     answered(run, right, rows, seed)
     run.append_event("finished", step=UPDATES)
-    answers = row_predictions.read_answers(run, "valid")
+    answers = collect.read_answers(run, "valid")
     assert answers is not None  # they were just written
     remaining = holdout_scores.holdout_mask(np.arange(rows, dtype=np.uint64), selection.deploy.tune.holdout_fraction)
     remaining = remaining if remaining.any() else ~remaining

@@ -11,13 +11,12 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 from starlette.types import ASGIApp
 
 from rtrain.config import ServeConfig
 from rtrain.core.ragged import EncodedRow, Head, Outputs
 from rtrain.inference.predictor import Predictor
-from serve.app import build_app
+from serve.app import ModelApp, build_app
 from tests.support.tiny import make_artifact, make_task_artifact
 
 LABELS = ("a", "b", "c")
@@ -59,13 +58,13 @@ def listening(app: ASGIApp) -> Iterator[str]:
         thread.join(30)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def predictor(tmp_path_factory: pytest.TempPathFactory) -> Predictor:
     return Predictor.load(make_artifact(tmp_path_factory.mktemp("artifact"), LABELS), threads=1)
 
 
 @pytest.fixture
-def app(predictor: Predictor) -> FastAPI:
+def app(predictor: Predictor) -> ModelApp:
     return build_app(predictor, ServeConfig())
 
 
@@ -101,7 +100,7 @@ def client(app: ASGIApp) -> httpx.AsyncClient:
     return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1")
 
 
-def call(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response:
+def call(app: ASGIApp, method: str, path: str, **request: Any) -> httpx.Response:
     async def main() -> httpx.Response:
         async with client(app) as session:
             return await session.request(method, path, **request)
@@ -109,7 +108,7 @@ def call(app: FastAPI, method: str, path: str, **request: Any) -> httpx.Response
     return asyncio.run(main())
 
 
-def predict(app: FastAPI, inputs: object, **parameters: int) -> Any:
+def predict(app: ModelApp, inputs: object, **parameters: int) -> Any:
     document = {"inputs": inputs, "parameters": parameters} if parameters else {"inputs": inputs}
     response = call(app, "POST", "/predict", json=document)
     assert response.status_code == 200, response.text

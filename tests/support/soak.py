@@ -21,7 +21,7 @@ from typing import Any
 from rtrain import config
 from rtrain.core import env
 from rtrain.core.run_folder import Run
-from rtrain.verification.faults import CONTROLLER_CLASS, FAULTS, WORKER_CLASS, DrillFault, find_processes
+from rtrain.verification.drill import CONTROLLER_CLASS, FAULTS, WORKER_CLASS, DrillFault, find_processes
 from tests.conftest import labelled_rows, write_rows
 from tests.support.tiny import make_encoder
 

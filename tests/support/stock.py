@@ -87,14 +87,7 @@ def checkpoint(run: Run, update: int, best: int | None = None) -> Path:
     """`best`: the update that was best by then."""
     folder = run.checkpoints / f"step-{update:08d}"
     folder.mkdir(parents=True)
-    state = {
-        "schema_version": 4,
-        "step": update,
-        "ledger": "",
-        "scale": None,
-        "best_step": best,
-        "best_score": None,
-    }
+    state = {"schema_version": 4, "step": update, "ledger": "", "scale": None, "best_step": best, "best_score": None}
     (folder / "state.json").write_text(json.dumps(state))
     (folder / "model.safetensors").write_bytes(b"c" * WEIGHTS)
     manifest.write_manifest(folder)

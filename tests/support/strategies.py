@@ -12,12 +12,15 @@ from torch.multiprocessing.spawn import ProcessExitedException
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.config import DistillConfig, Recipe, load_config
 from rtrain.core.ragged import Head, TokenBatch
+from rtrain.models import builder
 from rtrain.parallel import dtensor_utils
 from rtrain.parallel.base import Strategy
+from rtrain.parallel.layout import build_strategy
 from rtrain.trainer import losses, optimizers, step
-from tests.support.workers import run
+from tests.support.workers import joined, run
+from tests.unit.tasks import test_masked_lm
 from tests.unit.trainer import test_trainer
-from tests.unit.trainer.test_step import TASK, distance, make_network, make_rows, norm, pick
+from tests.unit.trainer.test_step import LOSS, TASK, distance, make_network, make_rows, norm, pick
 
 UPDATES = (13, 2, 1, 12)
 """Rows of the updates, in passes of three; the third leaves one replica idle."""
@@ -73,21 +76,11 @@ def trained(exchange: Strategy, kept: Path, **train: Any) -> list[dict[str, Any]
     """Four updates by AdamW; rank 0 keeps gradients and weights."""
     optimizer, actual, gradients = optimizers.build_run_optimizer(exchange, recipe(**train)), [], []
     for number, count in enumerate(UPDATES):
-        share, rows = (
-            share_of(number, exchange.num_replicas, exchange.replica_rank),
-            step.sum_row_ids(make_rows(count, number).row_ids),
-        )
+        share = share_of(number, exchange.num_replicas, exchange.replica_rank)
+        rows = step.sum_row_ids(make_rows(count, number).row_ids)
         seen, loss = Kept(), Looking(exchange.module)
-        done = step.run_step(
-            exchange,
-            optimizer,
-            loss,
-            share,
-            pad_id=0,
-            max_grad_norm=1.0,
-            expected_row_sum=rows,
-            observer=seen,
-            measure_noise=True,
+        done = step.StepRunner(exchange, optimizer, loss, pad_id=0, max_grad_norm=1.0, observer=seen).run_step(
+            share, expected_row_sum=rows, measure_noise=True
         )
         entry: dict[str, Any] = {
             "loss": done.loss,
@@ -128,11 +121,9 @@ class Spoiling(step.Observer):
 def scaled(exchange: Strategy, **train: Any) -> dict[str, Any]:
     """Updates whose loss is scaled, as it is in fp16. In the second one the last worker's loss overflows, in the third
     one only what it has of a tensor that is cut, in layouts that cut any."""
-    optimizer, network, last = (
-        optimizers.build_run_optimizer(exchange, recipe(**train)),
-        exchange.module,
-        distributed.get_world_size() - 1,
-    )
+    optimizer = optimizers.build_run_optimizer(exchange, recipe(**train))
+    network = exchange.module
+    last = distributed.get_world_size() - 1
     usual, actual = losses.RunLoss(TASK, DistillConfig(), Head()), dict[str, Any]()
     cuts = any(dtensor_utils.local_tensor(item).numel() < item.numel() for item in network.parameters())
     for name, number in (("first", 0), ("loss", 3), *((("share", 3),) if cuts else ()), ("after", 1)):
@@ -141,8 +132,8 @@ def scaled(exchange: Strategy, **train: Any) -> dict[str, Any]:
         observer = Spoiling() if name == "share" and is_last else step.Observer()
         before = [dtensor_utils.local_tensor(item).detach().clone() for item in network.parameters()]
         share = share_of(number, exchange.num_replicas, exchange.replica_rank)
-        done = step.run_step(
-            exchange, optimizer, loss, share, pad_id=0, max_grad_norm=1.0, scale=1024.0, observer=observer
+        done = step.StepRunner(exchange, optimizer, loss, pad_id=0, max_grad_norm=1.0, observer=observer).run_step(
+            share, scale=1024.0
         )
         same = all(
             torch.equal(dtensor_utils.local_tensor(item), old)
@@ -176,6 +167,39 @@ class Dying(losses.RunLoss):
 
 
 DYING = "dying"
+
+
+def die_within_step(rank: int, folder: Path, train: dict[str, Any], micro_batches: list[TokenBatch]) -> None:
+    """The second of two workers dies within a micro-batch. The first one keeps its error in the file `told`."""
+    joined(rank, 2, folder / DYING)
+    network = make_network(folder / "encoder")
+    strategy = build_strategy(network, recipe(**train).train)
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
+    try:
+        loss = LOSS if rank == 0 else Dying(TASK, DistillConfig(), Head())
+        step.StepRunner(strategy, optimizer, loss, pad_id=0).run_step(micro_batches)
+    except RuntimeError as error:
+        (folder / DYING / "told").write_text(str(error))
+
+
+def masked_lm_gradient(
+    folder: Path, train: dict[str, Any] | None, *, pads: bool = False, recomputes: bool = False
+) -> tuple[dict[str, torch.Tensor], torch.nn.Module]:
+    """The gradient of a masked language model in a step of three micro-batches, on rank 0, and the network after the
+    step. `train`: the layout; None for a single worker."""
+    network: Any = builder.build_network(folder, test_masked_lm.TASK, (), seed=0, pack=not pads).double().train()
+    if recomputes:
+        builder.enable_activation_checkpointing(network)
+    strategy = Strategy(network) if train is None else build_strategy(network, recipe(**train).train)
+    head = test_masked_lm.HEAD
+    rows = test_masked_lm.TASK.prepare(test_masked_lm.rows(6, length=31), head, 0, 0)
+    micro_batches = [rows.take([0, 4, 5]), rows.take([1, 2]), rows.take([3])]
+    if strategy.num_replicas == 2:
+        micro_batches = [micro_batches[1:], micro_batches[:1]][strategy.replica_rank]
+    loss, seen = losses.make_loss(test_masked_lm.TASK, DistillConfig(), head), Kept()
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, foreach=False)
+    step.StepRunner(strategy, optimizer, loss, pad_id=0, observer=seen).run_step(micro_batches)
+    return seen.found, network
 
 
 def told_alone(work: Callable[[int, Path], None], folder: Path) -> str:

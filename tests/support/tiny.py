@@ -142,7 +142,7 @@ def make_store(recipe: Recipe, encoder: Path, root: Path, head: "Head | None" = 
     of the labelled rows, where these have no labels."""
     from rtrain.data import row_reader
     from rtrain.data.splits import Splits
-    from rtrain.data.store import builder, commit, read_tasks, shards, store
+    from rtrain.data.store import builder, commit, shards, store
 
     source = row_reader.inspect_source(recipe.data)
     writer = store.StoreWriter(root / ".tokens" / builder.compute_digest(recipe, source, encoder))
@@ -150,8 +150,8 @@ def make_store(recipe: Recipe, encoder: Path, root: Path, head: "Head | None" = 
     job = shards.TokenizeJob(recipe, encoder, writer.folder, splits, head)
     written = [
         row
-        for piece in read_tasks.plan_tasks(source)
-        for part in read_tasks.split_task(piece, recipe)
+        for piece in shards.plan_tasks(source)
+        for part in shards.split_task(piece, recipe)
         for row in shards.write_shards(part, job)
     ]
     return commit.commit_store(job, source, writer, written)

@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from rtrain.models import vocab_trimming, vocabulary
+from rtrain.models import vocab_trimming
 from tests.support.tiny import CORPUS, make_tokenizer
 
 ROWS = CORPUS[:6]
@@ -100,9 +100,9 @@ class Cut:
 
     def __init__(self, whole: tokenizers.Tokenizer, at_least: int = 0):
         self.whole, self.document = whole, json.loads(whole.to_str())
-        self.used = vocab_trimming.find_used_ids(whole, ROWS)
-        self.ids = vocabulary.select_ids(self.document, self.used, at_least)
-        self.after = vocabulary.renumber(self.document, self.ids)
+        self.used = vocab_trimming.sort_by_frequency(vocab_trimming.count_tokens(whole, ROWS))
+        self.ids = vocab_trimming.select_ids(self.document, self.used, at_least)
+        self.after = vocab_trimming.renumber(self.document, self.ids)
         self.small = tokenizers.Tokenizer.from_str(json.dumps(self.after))
 
     def old(self, text: str) -> list[int]:
@@ -123,5 +123,6 @@ def cut_of(kind: str) -> Cut:
 def trimmed(folder: Path, out: Path, texts: Sequence[str] = ROWS, at_least: int = 0) -> tuple[Path, list[int]]:
     """A folder cut for texts, and the old ids of its pieces."""
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    ids = vocab_trimming.select_folder_ids(folder, vocab_trimming.find_used_ids(tokenizer, texts), at_least)
+    used_ids = vocab_trimming.sort_by_frequency(vocab_trimming.count_tokens(tokenizer, texts))
+    ids = vocab_trimming.select_folder_ids(folder, used_ids, at_least)
     return vocab_trimming.trim(folder, ids, out), ids

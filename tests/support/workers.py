@@ -3,15 +3,20 @@
 A process that starts from nothing imports torch and transformers for three seconds, and most of these train for one.
 """
 
+import atexit
 import contextlib
+import json
 import multiprocessing
 import os
+import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import cache
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from tempfile import mkdtemp
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +24,7 @@ from torch.multiprocessing.spawn import ProcessContext, start_processes
 
 from tests.support.root import ROOT
 
+T = TypeVar("T")
 PRELOADED = [
     "tests.unit.trainer.test_trainer",
     "torch.distributed.pipelining",
@@ -57,6 +63,37 @@ def run(
         for process in context.processes:
             process.kill()
             process.join()
+
+
+def once(prefix: str) -> Callable[[Callable[[Path], T]], Callable[[], T]]:
+    """Decorate a set-up in a folder: the first call runs it, and every call returns its result or raises its error. The
+    end of this process removes the folder, whose name begins with `prefix`."""
+
+    def decorate(prepare: Callable[[Path], T]) -> Callable[[], T]:
+        @cache
+        def attempt() -> tuple[list[T], Exception | None]:
+            folder = Path(mkdtemp(prefix=prefix))
+            atexit.register(shutil.rmtree, folder)
+            try:
+                return [prepare(folder)], None
+            except Exception as error:
+                return [], error
+
+        def result() -> T:
+            values, error = attempt()
+            if error is not None:
+                raise error
+            return values[0]
+
+        return result
+
+    return decorate
+
+
+def load_results(folder: Path, worlds: Iterable[int]) -> dict[tuple[int, int], dict[str, Any]]:
+    """The JSON file `world-rank.json` that each worker of each world wrote."""
+    places = [(world, rank) for world in worlds for rank in range(world)]
+    return {(world, rank): json.loads((folder / f"{world}-{rank}.json").read_text()) for world, rank in places}
 
 
 def joined(rank: int, world: int, folder: Path, within: float = 60.0) -> None:

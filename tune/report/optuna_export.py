@@ -17,11 +17,11 @@ from rtrain import config as configuration
 from rtrain.config import Config
 from tune import sampler, space
 from tune.history import History, Trial
-from tune.points import Dimension, is_number
+from tune.space import Dimension, is_number
 
 FILE_NAME = "optuna.journal"
 DIRECTIONS = {"score": ("maximize",), "time_to_target": ("minimize",), "pareto": ("maximize", "minimize")}
-"""Directions of a trial's values by `tune.objective`: its score, its seconds to the target, or its score and cost."""
+"""Directions of a trial's values by objective: its score, its seconds to the target, or its score and cost."""
 
 
 def export_study(folder: Path, config: Config, history: History) -> Path:
@@ -47,25 +47,28 @@ def export_study(folder: Path, config: Config, history: History) -> Path:
             study = optuna.create_study(storage=storage, study_name=folder.name, directions=directions)
             for trial, values in zip(history.trials, settings, strict=True):
                 params = {name: value for name, value in values.items() if _contains(distributions[name], value)}
-                state_name, trial_values = _trial_state(config, trial)
-                study.add_trial(
-                    optuna.trial.create_trial(
-                        state=optuna.trial.TrialState[state_name],
-                        values=trial_values,
-                        params=params,
-                        distributions={name: distributions[name] for name in params},
-                        intermediate_values={rung.rows: rung.score for rung in trial.rung_results},
-                        user_attrs=_user_attributes(trial),
-                    )
-                )
+                study.add_trial(_make_trial(optuna, config, trial, params, distributions))
         (draft / FILE_NAME).replace(folder / FILE_NAME)  # atomic
     finally:
         shutil.rmtree(draft)
     return folder / FILE_NAME
 
 
+def _make_trial(
+    optuna: Any, config: Config, trial: Trial, params: Mapping[str, Any], distributions: Mapping[str, Any]
+) -> Any:
+    state, values = _trial_state(config, trial)
+    return optuna.trial.create_trial(
+        state=optuna.trial.TrialState[state],
+        values=values,
+        params=params,
+        distributions={name: distributions[name] for name in params},
+        intermediate_values={rung.rows: rung.score for rung in trial.rung_results},
+        user_attrs=_user_attributes(trial),
+    )
+
+
 def _searched_settings(config: Config, dimensions: Sequence[Dimension], trial: Trial) -> Mapping[str, Any]:
-    """Return the searched settings of a trial, inside or outside of the space."""
     flat = configuration.flatten_config(configuration.with_overrides(config, trial.settings))
     point = space.locate_point(config, dimensions, trial.settings)
     return point or {dimension.name: flat[dimension.name] for dimension in dimensions}

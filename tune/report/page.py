@@ -13,8 +13,9 @@ from rtrain.config import Config, TuneConfig
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.metrics.registry import get_metric
-from rtrain.report.drawing import charts
-from rtrain.report.drawing.blocks import (
+from rtrain.report import charts
+from rtrain.report.charts import LineSeries, ScatterPoint
+from rtrain.report.page import (
     Block,
     Cell,
     Figure,
@@ -24,13 +25,13 @@ from rtrain.report.drawing.blocks import (
     Section,
     Table,
     Tile,
+    render_html,
+    write_page as write_page,
 )
-from rtrain.report.drawing.charts import LineSeries, ScatterPoint
-from rtrain.report.drawing.page import render_html, write_page as write_page
-from rtrain.report.drawing.svg import format_duration, truncate
+from rtrain.report.svg import format_duration, truncate
 from rtrain.tasks import base
-from tune.history import History, read_journal, replay_journal
-from tune.report import stats, table, verdict
+from tune.history import History, format_value, read_journal, replay_journal
+from tune.report import table
 
 MAX_ERROR_CHARACTERS = 300
 GLOSSARY = (
@@ -48,8 +49,6 @@ LR_SETTING, FREQUENCY_SETTING = "optim.lr", "train.aggregation_frequency"
 
 @dataclass(frozen=True)
 class SearchPageData:
-    """Data of the page."""
-
     search: Run
     config: Config
     history: History
@@ -74,7 +73,7 @@ def write_search_page(search: Run) -> Path:
     if not replay_journal(events).trials:
         message = f"no trial of {search} has started; continue with {search.resume_command}"
         raise UserError(message, code="not_begun")
-    return write_page(search.search_page, render_search_page(search, events, verdict.describe_search(search)))
+    return write_page(search.search_page, render_search_page(search, events, table.describe_search(search)))
 
 
 def render_search_page(search: Run, events: Sequence[Mapping[str, Any]], verdict_text: str) -> str:
@@ -82,28 +81,27 @@ def render_search_page(search: Run, events: Sequence[Mapping[str, Any]], verdict
     config, history = configuration.load_config(str(search.config)), replay_journal(events)
     headline = get_metric(base.get_task(config.recipe.task).output).headline
     data = SearchPageData(search, config, history, headline)
-    sections = [_trials_section(data), _charts_section(data, events), _cost_section(data), _next_steps_section(data)]
-    subtitle = (
-        f"A search from the recipe {config.recipe.name} by rtrain, "
-        f"{_format_count(len(history.original_trials), 'trial')}"
-    )
+    figures = [*_best_score_figure(data, events), *_lr_frequency_figure(data)]
+    steps, note = _list_next_steps(search, history.winner)
+    sections = [
+        _trials_section(data),
+        Section("space", "Scores", "", figures or [Note("No trial has a score yet.")]),
+        _cost_section(data),
+        Section("next", "What to do next", "", [RecommendationList("What to do next", steps, note)]),
+    ]
+    count = len(history.original_trials)
+    trials = f"{count:,} trial{'' if count == 1 else 's'}"
+    subtitle = f"A search from the recipe {config.recipe.name} by rtrain, {trials}"
     lead = f"{verdict_text[:1].upper()}{verdict_text[1:].removesuffix('.')}."
     return render_html(search.name, subtitle, _make_tiles(data), sections, lead=lead)
 
 
-def _format_count(number: int, noun: str) -> str:
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-# --------------------------------------------------------------------------------------------------------------- tiles
-
-
 def _make_tiles(data: SearchPageData) -> list[Tile]:
-    history, usage, tiles = data.history, stats.measure_usage(data.history, data.tune), list[Tile]()
+    history, usage = data.history, table.measure_usage(data.history, data.tune)
     states = [trial.status for trial in history.original_trials]
     statuses = ("finished", "frozen", "created", "failed", "diverged")
     status_counts = ", ".join(f"{states.count(word)} {word}" for word in statuses if word in states)
-    tiles.append(Tile("trials", f"{len(history.original_trials):,}", status_counts))
+    tiles = [Tile("trials", f"{len(states):,}", status_counts)]
     if usage.budget_rows:
         note = f"{usage.search_rows:,} of {usage.budget_rows:,} rows; {usage.final_rows:,} more for the finals"
         tiles.append(Tile("of the budget used", f"{100 * usage.search_rows / usage.budget_rows:.0f} %", note))
@@ -111,18 +109,14 @@ def _make_tiles(data: SearchPageData) -> list[Tile]:
         note = f"of the {usage.all_full_runs_rows:,} that full runs of all trials would take"
         tiles.append(Tile("rows saved", f"{100 * usage.saved_rows / usage.all_full_runs_rows:.0f} %", note))
     training = f"{format_duration(usage.seconds)} of training"
-    tiles.append(Tile("time", format_duration(history.seconds or usage.seconds), training))
-    return tiles
-
-
-# -------------------------------------------------------------------------------------------------------------- trials
+    return [*tiles, Tile("time", format_duration(history.seconds or usage.seconds), training)]
 
 
 def _trials_section(data: SearchPageData) -> Section:
     history, cost = data.history, COST_HEADERS.get(data.tune.cost)
     headers, *rows = table.table_cells(history, history.original_trials, data.headline, data.tune)
     table_rows: list[Sequence[Cell]] = [
-        (*row, f"{trial.seconds:,.0f}", *([stats.format_value(trial.cost)] if cost else []))
+        (*row, f"{trial.seconds:,.0f}", *([format_value(trial.cost)] if cost else []))
         for row, trial in zip(rows, history.original_trials, strict=True)
     ]
     note = (
@@ -131,27 +125,19 @@ def _trials_section(data: SearchPageData) -> Section:
     )
     columns = (*headers, "seconds", *([cost] if cost else []))
     blocks: list[Block] = [Table("Trials", columns, table_rows, note, wide=True)]
-    if failed_trials := [trial for trial in history.trials if not trial.is_valid]:
-        errors = [
-            (trial.number, trial.label, truncate(trial.error or f"diverged: {trial.divergence}", MAX_ERROR_CHARACTERS))
-            for trial in failed_trials
-        ]
+    errors = [
+        (trial.number, trial.label, truncate(trial.error or f"diverged: {trial.divergence}", MAX_ERROR_CHARACTERS))
+        for trial in history.trials
+        if not trial.is_valid
+    ]
+    if errors:
         blocks.append(Table("Why trials failed", ("trial", "settings", "error"), errors, wide=True))
     blocks.append(Table("Glossary", ("word", "meaning"), GLOSSARY, wide=True))
     stop_note = f"No further trials were created: {history.stop_reason}." if history.stop_reason else ""
     return Section("trials", "Trials", stop_note, blocks)
 
 
-# ------------------------------------------------------------------------------------------------------------ charts
-
-
-def _charts_section(data: SearchPageData, events: Sequence[Mapping[str, Any]]) -> Section:
-    blocks = [*_best_score_figure(data, events), *_lr_frequency_figure(data)]
-    return Section("space", "Scores", "", blocks or [Note("No trial has a score yet.")])
-
-
 def _best_score_figure(data: SearchPageData, events: Sequence[Mapping[str, Any]]) -> Iterator[Block]:
-    """Yield the chart of the best score at each rung over time."""
     points_by_rung = dict[int, tuple[list[float], list[float]]]()
     for event in events:
         if event["kind"] == "rung_result" and math.isfinite(event["score"]):
@@ -170,11 +156,11 @@ def _best_score_figure(data: SearchPageData, events: Sequence[Mapping[str, Any]]
 
 def _lr_frequency_figure(data: SearchPageData) -> Iterator[Block]:
     """Yield the chart of trials over learning rate and aggregation frequency, if both were searched."""
-    if not {LR_SETTING, FREQUENCY_SETTING} <= {*stats.searched_settings(data.history, data.tune)}:
+    if not {LR_SETTING, FREQUENCY_SETTING} <= {*table.searched_settings(data.history, data.tune)}:
         return
     recipe = data.config.recipe
     default_frequency = recipe.global_batch_size / (recipe.train.workers * recipe.train.micro_batch_size)
-    scores = {trial.number: score for trial, score in stats.first_rung_scores(data.history) if math.isfinite(score)}
+    scores = {trial.number: score for trial, score in table.first_rung_scores(data.history) if math.isfinite(score)}
     median = sorted(scores.values())[len(scores) // 2] if scores else 0.0
     dots = []
     for trial in data.history.original_trials:
@@ -193,11 +179,8 @@ def _lr_frequency_figure(data: SearchPageData) -> Iterator[Block]:
     yield Figure("Trials over learning rate and aggregation frequency", chart, note)
 
 
-# ---------------------------------------------------------------------------------------------------------------- cost
-
-
 def _cost_section(data: SearchPageData) -> Section:
-    usage, tune = stats.measure_usage(data.history, data.tune), data.tune
+    usage, tune = table.measure_usage(data.history, data.tune), data.tune
     rows = [
         ("rows until the first rung", f"{usage.first_rung_rows:,}"),
         ("rows of later rungs", f"{usage.later_rung_rows:,}"),
@@ -206,12 +189,8 @@ def _cost_section(data: SearchPageData) -> Section:
         ("time of the search", format_duration(data.history.seconds)),
     ]
     if usage.full_run_rows:
-        rows.append(
-            (
-                "equivalent full runs",
-                f"{(usage.search_rows + usage.final_rows) / usage.full_run_rows:.1f}",
-            )
-        )
+        full_runs = (usage.search_rows + usage.final_rows) / usage.full_run_rows
+        rows.append(("equivalent full runs", f"{full_runs:.1f}"))
     if tune.worker_cost_per_hour is not None:
         money = data.history.billed_cost(data.config.recipe.train.workers, tune.worker_cost_per_hour)
         rows.append((f"money, at {tune.worker_cost_per_hour:g} an hour of a worker", f"{money:.2f}"))
@@ -219,41 +198,24 @@ def _cost_section(data: SearchPageData) -> Section:
     return Section("cost", "Cost", "", [Table("Cost", ("", ""), rows, note)])
 
 
-# ---------------------------------------------------------------------------------------------------------------- next
-
-
-def _next_steps_section(data: SearchPageData) -> Section:
-    search, winner_number = data.search, data.history.winner
+def _list_next_steps(search: Run, winner_number: int | None) -> tuple[list[Recommendation], str]:
     if winner_number is None:
         reason = "Trials resume from their checkpoints: nothing is trained twice"
-        step = Recommendation("Continue the search", reason, search.resume_command)
         note = "TEACHER is the run whose model the students learn from." if search.is_student else ""
-        return Section("next", "What to do next", "", [RecommendationList("What to do next", [step], note)])
-    winner, steps, note = search.trial(winner_number), list[Recommendation](), ""
+        return [Recommendation("Continue the search", reason, search.resume_command)], note
+    winner, default_run, steps, note = search.trial(winner_number), search.trial(0), list[Recommendation](), ""
     if winner.is_finished:
-        steps.append(
-            Recommendation(
-                "Serve the winner", "it is trained to its end", f"rtrain serve {_quote_path(winner.artifact)}"
-            )
-        )
-    if winner_number and search.trial(0).is_finished and winner.is_finished:
-        command = f"rtrain compare {_quote_path(search.trial(0).folder)} {_quote_path(winner.folder)}"
-        reason = "row by row, also on the test rows"
-        steps.append(Recommendation("Compare the winner with the recipe's own settings", reason, command))
+        command = shlex.join(["rtrain", "serve", str(winner.artifact)])
+        steps.append(Recommendation("Serve the winner", "it is trained to its end", command))
+    if winner_number and default_run.is_finished and winner.is_finished:
+        command = shlex.join(["rtrain", "compare", str(default_run.folder), str(winner.folder)])
+        title = "Compare the winner with the recipe's own settings"
+        steps.append(Recommendation(title, "row by row, also on the test rows", command))
     if not search.is_student:  # a student needs its teacher, not only a recipe
-        train_command = f"rtrain train {_quote_path(search.folder / 'best.yaml')} --out NEW_FOLDER"
-        steps.append(
-            Recommendation("Train with the winner's settings", "e.g. on more rows, by --data FILE", train_command)
-        )
+        command = shlex.join(["rtrain", "train", str(search.best_config), "--out", "NEW_FOLDER"])
+        steps.append(Recommendation("Train with the winner's settings", "e.g. on more rows, by --data FILE", command))
         note = "Replace NEW_FOLDER."
-    report_command = f"rtrain report {_quote_path(winner.folder)}"
-    steps.append(
-        Recommendation(
-            "Read the winner's own report", "its predictions, slices and most frequent errors", report_command
-        )
-    )
-    return Section("next", "What to do next", "", [RecommendationList("What to do next", steps, note)])
-
-
-def _quote_path(path: Path) -> str:
-    return shlex.quote(str(path))
+    command = shlex.join(["rtrain", "report", str(winner.folder)])
+    reason = "its predictions, slices and most frequent errors"
+    steps.append(Recommendation("Read the winner's own report", reason, command))
+    return steps, note

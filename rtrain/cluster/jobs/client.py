@@ -1,29 +1,40 @@
-"""Jobs on a cluster, by Ray's job API: submit, follow, read, stop."""
+"""Jobs on a cluster, by Ray's job API: submit, follow, read, stop. A job uploads the git-tracked files of a folder, and
+nothing else."""
 
 import asyncio
 import logging
 import os
 import re
 import shlex
+import shutil
+import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from rtrain import ray_internals
-from rtrain.cluster.jobs import job_names, upload
+from rtrain.cluster.jobs import job_names
 from rtrain.core.errors import CommandInterruptedError, TemporaryFailureError, UserError, redact
-
-IGNORE_GITIGNORE = "RAY_RUNTIME_ENV_IGNORE_GITIGNORE"
-DEFAULT_EXCLUDES = "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES"
-INCLUDE_ALL_FILES = {IGNORE_GITIGNORE: "1", DEFAULT_EXCLUDES: ""}
-"""Environment in which Ray's client uploads every file of a folder."""
 
 DEFAULT_ADDRESS = "http://127.0.0.1:8265"
 STOP_GRACE_S = 60
 """Seconds that a job may take to stop. Ray's default is 3: an endpoint would drop its requests, and a run could not
 report the interruption."""
 TAIL_LINES = 12
+INCLUDE_ALL_FILES = {"RAY_RUNTIME_ENV_IGNORE_GITIGNORE": "1", "RAY_OVERRIDE_RUNTIME_ENV_DEFAULT_EXCLUDES": ""}
+"""Environment in which Ray's client uploads every file of a folder."""
+MAX_UPLOAD_BYTES = 5_000_000
+MAX_LISTED_FILES = 10
+EXCLUDED_FOLDERS = ("benchmarks/", "docs/", "tests/")
+"""Folders of rtrain's own checkout that no job needs: more than half of it."""
+PACKAGE_MARKER = "rtrain/cluster/jobs/entry.py"
+"""File that identifies rtrain's own checkout."""
+RAY_IGNORE_FILE = ".rayignore"
+"""Ray's client skips files listed in such a file; it is not uploaded, since all tracked files are."""
 
 
 class PollingPolicy(NamedTuple):
@@ -51,6 +62,25 @@ class JobInfo(NamedTuple):
 DEFAULT_POLLING = PollingPolicy()
 
 
+@dataclass(frozen=True)
+class Upload:
+    root: Path
+    files: tuple[tuple[str, int], ...]
+    """(path, bytes), largest first."""
+    untracked_files: int
+    """Untracked files that are not ignored; they are not uploaded."""
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(size for _, size in self.files)
+
+    def describe(self) -> str:
+        summary = f"{len(self.files)} tracked files, {self.total_bytes / 1e6:.1f} MB"
+        name, size = self.files[0] if self.files else ("none", 0)
+        untracked_note = f"; {self.untracked_files} untracked files are not uploaded" if self.untracked_files else ""
+        return f"{summary}, the largest {name} ({size / 1e6:.2f} MB){untracked_note}"
+
+
 class JobClient:
     """The job API at `address`; None: RAY_API_SERVER_ADDRESS, or port 8265 of this machine."""
 
@@ -59,10 +89,8 @@ class JobClient:
         self._polling = polling
         self.address = address or os.environ.get("RAY_API_SERVER_ADDRESS") or DEFAULT_ADDRESS
         if not self.address.startswith(("http://", "https://")):
-            raise UserError(
-                f"{self.address}: not the address of a job API; write one such as {DEFAULT_ADDRESS}",
-                code="invalid_address",
-            )
+            message = f"{self.address}: not the address of a job API; write one such as {DEFAULT_ADDRESS}"
+            raise UserError(message, code="invalid_address")
         self._client: Any = client
         if client is None:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray reads it when it is imported
@@ -94,49 +122,45 @@ class JobClient:
         jobs = self.list_jobs()
         return [jobs[job] for job in job_names.find_attempts(run, list(jobs))]
 
-    def submit(self, words: Sequence[str], files: upload.Upload, log: Callable[[str], None]) -> str:
+    def submit(self, words: Sequence[str], files: Upload, log: Callable[[str], None]) -> str:
         """Submit the job of `words`; returns its id. A running job with that id is left alone."""
         run = job_names.resolve_run_folder(words)
         base_id = job_names.job_id(words, run)
         known_jobs, decision = self._decide(base_id)
-        if isinstance(decision, job_names.ExistingJob) and known_jobs[decision.job_id].status == "RUNNING":
+        if decision.is_running and known_jobs[decision.job_id].status == "RUNNING":
             self._refresh(decision.job_id)
             known_jobs, decision = self._decide(base_id)
         entrypoint = shlex.join(["python", "-m", job_names.JOB_ENTRYPOINT, *words])
-        if isinstance(decision, job_names.ExistingJob):
-            running_entrypoint = known_jobs[decision.job_id].entrypoint
-            difference = (
-                "" if running_entrypoint == entrypoint else f", with another command ({redact(running_entrypoint)})"
-            )
-            log(f"{decision.job_id} is there already{difference}: nothing is started")
-            return decision.job_id
-        log(f"{decision.job_id}: {files.describe()}")
+        job = decision.job_id
+        if decision.is_running:
+            running_entrypoint = known_jobs[job].entrypoint
+            is_other = running_entrypoint != entrypoint
+            difference = f", with another command ({redact(running_entrypoint)})" if is_other else ""
+            log(f"{job} is there already{difference}: nothing is started")
+            return job
+        log(f"{job}: {files.describe()}")
         deadline = time.monotonic() + self._polling.agent_timeout_s
-        with upload.temporary_copy(files) as folder, self._translate_errors(), _include_all_files():
+        with temporary_copy(files) as folder, self._translate_errors(), _include_all_files():
+            environment = {"working_dir": str(folder), "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S)}}
+            metadata = {"rtrain_run": str(run or "")}
             while True:
                 try:
                     self._client.submit_job(
-                        entrypoint=entrypoint,
-                        submission_id=decision.job_id,
-                        runtime_env={
-                            "working_dir": str(folder),
-                            "env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(STOP_GRACE_S)},
-                        },
-                        metadata={"rtrain_run": str(run or "")},
+                        entrypoint=entrypoint, submission_id=job, runtime_env=environment, metadata=metadata
                     )
-                    return decision.job_id
+                    return job
                 except (RuntimeError, OSError) as error:
                     if "already exists" in str(error):  # another command submitted it meanwhile
-                        log(f"{decision.job_id} already exists: nothing is started")
-                        return decision.job_id
+                        log(f"{job} already exists: nothing is started")
+                        return job
                     has_disconnected = _is_disconnect(error)
                     if not (has_disconnected or "No available agent" in str(error)) or time.monotonic() > deadline:
                         raise
                 time.sleep(self._polling.poll_interval_s)
-                if has_disconnected and decision.job_id in self.list_jobs():  # it was accepted, and the response lost
-                    return decision.job_id
+                if has_disconnected and job in self.list_jobs():  # it was accepted, and the response lost
+                    return job
 
-    def _decide(self, base_id: str) -> tuple[dict[str, JobInfo], job_names.ExistingJob | job_names.NewJob]:
+    def _decide(self, base_id: str) -> tuple[dict[str, JobInfo], job_names.SelectedJob]:
         known_jobs = self.list_jobs()
         return known_jobs, job_names.attach_or_start(base_id, {job.id: job.status for job in known_jobs.values()})
 
@@ -183,12 +207,10 @@ class JobClient:
             if line is not None:
                 return line
             if job_info.status in job_names.FINAL_STATUSES:
-                code = (
-                    job_names.exit_code(job_info.status, job_info.driver_exit_code, job_info.error)
-                    or UserError.exit_code
-                )
+                code = job_names.exit_code(job_info.status, job_info.driver_exit_code, job_info.error)
                 tail = "\n".join(log.strip().splitlines()[-TAIL_LINES:])
-                raise CommandInterruptedError(f"{job} has ended as {job_info.status}; its last lines:\n{tail}", code)
+                message = f"{job} has ended as {job_info.status}; its last lines:\n{tail}"
+                raise CommandInterruptedError(message, code or UserError.exit_code)
             time.sleep(self._polling.poll_interval_s)
 
     def watch(self, job: str, show: Callable[[str], None]) -> JobInfo:
@@ -207,11 +229,9 @@ class JobClient:
                 answered_at = time.monotonic()
             except (UserError, OSError):
                 if time.monotonic() - answered_at > self._polling.head_timeout_s:
-                    raise TemporaryFailureError(
-                        f"the head at {self.address} does not respond; submit the same command again later: the run "
-                        "resumes from its storage",
-                        code="head_lost",
-                    ) from None
+                    message = f"the head at {self.address} does not respond; submit the same command again later: "
+                    message += "the run resumes from its storage"
+                    raise TemporaryFailureError(message, code="head_lost") from None
                 job_info = None
             else:
                 if job_info is None:
@@ -247,36 +267,34 @@ class JobClient:
         try:
             yield
         except ConnectionError as error:
-            first_line = str(error).strip().splitlines()[0]
-            raise UserError(
-                f"no job API responds at {self.address} ({first_line}); start the cluster, and forward its port: "
-                "ray dashboard cluster.yaml",
-                code="unreachable",
-            ) from None
+            message = (
+                f"no job API responds at {self.address} ({_first_line(error)}); start the cluster, and forward its "
+                "port: ray dashboard cluster.yaml"
+            )
+            raise UserError(message, code="unreachable") from None
         except Exception as error:
             text = str(error)
-            if _is_unauthorized(error, text):
-                raise UserError(
-                    f"{self.address} requires the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
-                    "the file of ray rsync-down",
-                    code="wrong_token",
-                ) from None
             failure = _SERVER_ERROR.search(text)
+            if _is_unauthorized(error, text):
+                message = (
+                    f"{self.address} requires the cluster's token: set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN_PATH to "
+                    "the file of ray rsync-down"
+                )
+                raise UserError(message, code="wrong_token") from None
             if failure is not None or _is_disconnect(error):
                 reason = failure[0] if failure else "the connection broke off"
-                raise UserError(
+                message = (
                     f"the head at {self.address} fails ({reason}): it is starting, stopping or overloaded; retry, then "
-                    "read its logs",
-                    code="unreachable",
-                ) from None
+                    "read its logs"
+                )
+                raise UserError(message, code="unreachable") from None
             if is_read_only and isinstance(error, LookupError | TypeError | ValueError | RuntimeError | OSError):
-                first_line = next(iter(text.strip().splitlines()), "")
-                raise UserError(
-                    f"{self.address} does not respond like Ray's job API ({type(error).__name__}: {first_line}); "
-                    "write "
-                    f"the address that ray dashboard forwards, {DEFAULT_ADDRESS} by default",
-                    code="not_ray",
-                ) from None
+                message = (
+                    f"{self.address} does not respond like Ray's job API ({type(error).__name__}: "
+                    f"{_first_line(error)}); write the address that ray dashboard forwards, "
+                    f"{DEFAULT_ADDRESS} by default"
+                )
+                raise UserError(message, code="not_ray") from None
             raise
 
 
@@ -284,27 +302,27 @@ _SERVER_ERROR = re.compile(r"status code 5\d\d.*")
 """Fragments of errors of Ray's client: its proxy got no response or an error."""
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), "")
+
+
 @contextmanager
 def _include_all_files() -> Iterator[None]:
     """Upload every file: Ray's client skips files in .gitignore, and all folders called venv or __pycache__, although
     git may track them."""
-    previous = {name: os.environ.get(name) for name in INCLUDE_ALL_FILES}
+    previous = {name: os.environ[name] for name in INCLUDE_ALL_FILES if name in os.environ}
     os.environ.update(INCLUDE_ALL_FILES)
     try:
         yield
     finally:
-        for name, value in previous.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in INCLUDE_ALL_FILES:
+            del os.environ[name]
+        os.environ.update(previous)
 
 
 def _unknown_job_error(job: str) -> TemporaryFailureError:
-    """The job is unknown: its head was restarted."""
-    return TemporaryFailureError(
-        f"{job} is unknown to this cluster; submit the same command again", code="head_restarted"
-    )
+    message = f"{job} is unknown to this cluster; submit the same command again"
+    return TemporaryFailureError(message, code="head_restarted")
 
 
 def _is_disconnect(error: Exception) -> bool:
@@ -318,3 +336,88 @@ def _is_unauthorized(error: Exception, text: str) -> bool:
     return "Authentication" in type(error).__name__ or any(
         fragment in text for fragment in ("status code 401", "status code 403", "Unauthorized", "authentication token")
     )
+
+
+def collect_upload(folder: Path, max_bytes: int = MAX_UPLOAD_BYTES) -> Upload:
+    """Collect the tracked files of the git work tree whose root is `folder`, submodules included; of rtrain's own
+    checkout only the needed ones. Raises `UserError` if `folder` is not a work tree's root, for more than `max_bytes`
+    bytes, for a missing submodule, and for a link to an untracked file, which would be uploaded."""
+    root = Path("".join(_run_git(folder, "rev-parse", "--show-toplevel")).removesuffix("\n"))
+    if root.resolve() != folder.resolve():
+        message = (
+            f"{folder} is a part of the checkout {root}, which a job uploads as a whole; run the command there, or "
+            f"write --folder {shlex.quote(str(root))}"
+        )
+        raise UserError(message, code="part_of_checkout")
+    tracked_names = _run_git(folder, "ls-files", "-z", "--recurse-submodules")
+    tracked_paths = {folder.resolve() / name for name in tracked_names}
+    excluded = EXCLUDED_FOLDERS if PACKAGE_MARKER in tracked_names else ()
+    existing_names = [
+        file
+        for name in tracked_names
+        if not name.startswith(excluded)
+        for file in _expand_tracked(folder, name, tracked_paths)
+        if PurePosixPath(file).name != RAY_IGNORE_FILE
+    ]
+    files = [(name, (folder / name).stat().st_size) for name in existing_names]
+    untracked_files = len(_run_git(folder, "ls-files", "-z", "--others", "--exclude-standard"))
+    upload = Upload(folder, tuple(sorted(files, key=lambda file: (-file[1], file[0]))), untracked_files)
+    if upload.total_bytes > max_bytes:
+        largest_files = "\n".join(f"  {size / 1e6:8.2f} MB  {name}" for name, size in upload.files[:MAX_LISTED_FILES])
+        message = (
+            f"{folder}: its tracked files are {upload.total_bytes / 1e6:.1f} MB; the maximum is {max_bytes / 1e6:.0f} "
+            f"MB. The largest:\n{largest_files}\nKeep data out of git, on storage of the nodes, or raise --max-mb"
+        )
+        raise UserError(message, code="too_large")
+    return upload
+
+
+def _expand_tracked(folder: Path, name: str, tracked_paths: Set[Path]) -> list[str]:
+    """Expand a tracked name into files: itself; for a link to a folder the tracked files in it (`tracked_paths`,
+    absolute), under the link's name; nothing if it was deleted."""
+    path, names = folder / name, [name]
+    if not os.path.lexists(path):
+        return []
+    target = path.resolve()
+    if path.is_symlink() and path.is_dir():
+        linked_paths = [tracked.relative_to(target) for tracked in tracked_paths if target in tracked.parents]
+        linked_names = sorted(str(PurePosixPath(name, linked_path)) for linked_path in linked_paths)
+        names = [linked_name for linked_name in linked_names if (folder / linked_name).is_file()]
+    elif path.is_dir():
+        fix = f"run git submodule update --init {shlex.quote(name)}, or take it out of git"
+        raise UserError(f"{path} is a submodule without files here: {fix}", code="missing_submodule")
+    if not names or any((folder / name).resolve() not in tracked_paths for name in names):
+        message = f"{path} leads to {target}, which git does not track here; take it out of git"
+        raise UserError(message, code="untracked_link")
+    return names
+
+
+@contextmanager
+def temporary_copy(upload: Upload) -> Iterator[Path]:
+    """A folder with copies of the files, while the block runs."""
+    with TemporaryDirectory(prefix="rtrain-upload-") as folder:
+        for name, _ in upload.files:
+            target = Path(folder, name)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(upload.root / name, target)
+        yield Path(folder)
+
+
+def _run_git(folder: Path, *words: str) -> list[str]:
+    try:
+        completed = subprocess.run(["git", *words], cwd=folder, capture_output=True, check=False)
+    except FileNotFoundError:
+        raise UserError("git is missing; install it: a job uploads tracked files", code="not_installed") from None
+    if completed.returncode:
+        reason = completed.stderr.decode(errors="replace").strip().splitlines()
+        message = (
+            f"{folder} is not a git work tree ({reason[-1] if reason else 'git failed'}); a job uploads tracked files. "
+            "Name one with --folder, create one (git init), or use ray job submit"
+        )
+        raise UserError(message, code="no_git")
+    try:
+        return [name.decode() for name in completed.stdout.split(b"\0") if name]
+    except UnicodeDecodeError as error:
+        name = ascii(os.fsdecode(error.object))
+        message = f"{folder}: the name {name} is not UTF-8, which Ray cannot upload; rename it"
+        raise UserError(message, code="not_utf8") from None

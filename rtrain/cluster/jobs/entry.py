@@ -2,7 +2,9 @@
 
 It runs the verb under the supervisor, resumes an existing run, and copies all output to a log beside the run, which
 remains readable after the cluster is gone. With `cluster.storage`, the log is copied there too, with a file that names
-its owner: a remote copy of another run of the same name is left alone. It imports neither Ray nor torch.
+its owner: a remote copy of another run of the same name is left alone. The remote log is sent in chunks, so that only
+the last one is sent again: `NAME.log`, then `NAME.log.0001`, `NAME.log.0002`, and so on. It imports neither Ray nor
+torch.
 """
 
 import os
@@ -11,23 +13,20 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, TypeVar
 
 from rtrain import config
 from rtrain.cluster import supervisor
 from rtrain.cluster.jobs import job_names
-from rtrain.cluster.jobs.chunked_log_upload import ChunkedLog
 from rtrain.core.errors import TemporaryFailureError, UserError, redact
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 COPY_INTERVAL_S = 30.0
 FLUSH_TIMEOUT_S = 10.0
 """Seconds in which the last lines of child processes must arrive."""
+CHUNK_BYTES = 1 << 20
 T = TypeVar("T")
 
 
@@ -51,9 +50,8 @@ def main(words: Sequence[str]) -> int:
     except TemporaryFailureError as error:
         storage_error = error
     log_storage = storage if other_folder is None else None
-    with tee_output(
-        Path(job_names.log_path(run_folder)), log_storage and f"{job_names.storage_path(log_storage, run.name)}.log"
-    ):
+    log_url = f"{job_names.storage_path(log_storage, run.name)}.log" if log_storage else None
+    with tee_output(Path(job_names.log_path(run_folder)), log_url):
         stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         if storage_error is not None:
             sys.stderr.write(f"--- {stamp} rtrain: {storage_error}\n")
@@ -79,16 +77,10 @@ def _run_unsupervised(words: Sequence[str]) -> int:
 def resolve_storage(words: Sequence[str], run: Path) -> str | None:
     """Resolve `cluster.storage` of the verb: from the run if it exists, else from the named recipe or run, with the
     overrides of the words. The verb itself reports errors in them."""
-    recipe_or_run, run_config = job_names.first_positional(words), run / "config.yaml"
-    named_config = Path(recipe_or_run or "", "config.yaml")
+    recipe_or_run = job_names.first_positional(words)
+    run_configs = [path for path in (run / "config.yaml", Path(recipe_or_run or "", "config.yaml")) if path.is_file()]
     # Without a name any recipe will do: none sets a storage by default.
-    source = (
-        str(run_config)
-        if run_config.is_file()
-        else str(named_config)
-        if named_config.is_file()
-        else recipe_or_run or config.list_recipe_names()[0]
-    )
+    source = str(run_configs[0]) if run_configs else recipe_or_run or config.list_recipe_names()[0]
     try:
         overrides = dict(config.parse_assignment(text) for text in job_names.assignments(words))
         # The run's file already includes the other overrides, and would conflict with them.
@@ -170,8 +162,103 @@ _ACCESS_DENIED = re.compile(
 """Fragments of access errors; their exception classes have no common base."""
 
 
+class ChunkedLog:
+    """The remote copy of one append-only log. Call `connect` before the first new line, and `flush` to send new
+    lines."""
+
+    def __init__(self, log: Path, url: str):
+        self._log, self._url = log, url
+        self._previous_bytes = self._log_size()
+        """Bytes of the log from earlier jobs."""
+        self._is_open = False
+        self._remote_path, self._chunk_index, self._last_chunk, self._sent_bytes = "", 0, b"", 0
+
+    def _log_size(self) -> int:
+        return self._log.stat().st_size if self._log.is_file() else 0
+
+    def connect(self) -> None:
+        """Read the remote log. If it is longer than the local log, since the folder was lost, the local log begins with
+        it. Storage errors propagate: `flush` then retries, and the remote lines stay first."""
+        import fsspec
+
+        self._files: Any
+        self._files, self._remote_path = fsspec.core.url_to_fs(self._url)
+        self._files.makedirs(self._remote_path.rpartition("/")[0], exist_ok=True)
+        chunks = list_chunks(self._files, self._remote_path)
+        total_bytes = sum(size for _, size in chunks)
+        if total_bytes > self._previous_bytes and self._log_size() == self._previous_bytes:
+            self._fetch()
+            self._previous_bytes = total_bytes
+        is_last_full = not chunks or chunks[-1][1] >= CHUNK_BYTES
+        self._chunk_index = len(chunks) if is_last_full else len(chunks) - 1
+        self._last_chunk = b"" if is_last_full else self._files.cat_file(chunks[-1][0])
+        self._sent_bytes, self._is_open = min(total_bytes, self._previous_bytes), True
+
+    def _fetch(self) -> None:
+        self._log.parent.mkdir(parents=True, exist_ok=True)
+        draft = self._log.with_name(f"{self._log.name}.draft")
+        draft.write_bytes(read_log(self._files, self._remote_path) or b"")
+        draft.replace(self._log)
+
+    def flush(self) -> None:
+        """Send new lines. Storage errors propagate; the next call sends them again."""
+        if not self._is_open:
+            self.connect()
+        with self._log.open("rb") as file:
+            while file.seek(self._sent_bytes) is not None and (
+                new_bytes := file.read(CHUNK_BYTES - len(self._last_chunk))
+            ):
+                chunk = self._last_chunk + new_bytes
+                self._files.pipe_file(
+                    f"{self._remote_path}.{self._chunk_index:04d}" if self._chunk_index else self._remote_path, chunk
+                )
+                self._sent_bytes += len(new_bytes)
+                self._chunk_index, self._last_chunk = (
+                    (self._chunk_index, chunk) if len(chunk) < CHUNK_BYTES else (self._chunk_index + 1, b"")
+                )
+
+
+def list_chunks(filesystem: Any, log_path: str) -> list[tuple[str, int]]:
+    """List the chunks of the log at `log_path`, with their sizes in bytes."""
+    folder, _, name = log_path.rpartition("/")
+    filesystem.invalidate_cache(folder)
+    if not filesystem.exists(log_path):
+        return []
+    pattern = re.compile(rf"{re.escape(name)}(\.\d{{4,}})?")
+    entries = [(path, entry["size"]) for entry in filesystem.ls(folder, detail=True) if (path := entry["name"])]
+    chunks = [(path, size) for path, size in entries if pattern.fullmatch(path.rpartition("/")[2])]
+    return sorted(chunks, key=lambda part: (len(part[0]), part[0]))
+
+
+def read_log(filesystem: Any, log_path: str) -> bytes | None:
+    """Read the whole log; None if it is missing."""
+    chunks = list_chunks(filesystem, log_path)
+    return b"".join(filesystem.cat_file(path) for path, _ in chunks) if chunks else None
+
+
+def read_run_log(run: str, storage: str | None) -> str | None:
+    """Read all lines of a run's jobs, from beside its folder or from its storage; None if missing. `run`: its folder,
+    or its name if storage is given."""
+    local_log = Path(job_names.log_path(PurePosixPath(Path(run).expanduser().absolute())))
+    if local_log.is_file():
+        return local_log.read_text(encoding="utf-8", errors="replace")
+    if storage is None:
+        return None
+    import fsspec
+
+    try:
+        filesystem, log_path = fsspec.core.url_to_fs(f"{job_names.storage_path(storage, PurePosixPath(run).name)}.log")
+        content = read_log(filesystem, log_path)
+    except Exception as error:  # storage backends raise errors of their own
+        redacted, reason = redact(storage), redact(str(error)) or type(error).__name__
+        raise UserError(
+            f"--storage {redacted} cannot be read: {reason}; see its address and your credentials", code="unreachable"
+        ) from None
+    return None if content is None else content.decode("utf-8", errors="replace")
+
+
 @contextmanager
-def tee_output(log: Path, copy_url: str | None) -> "Iterator[None]":
+def tee_output(log: Path, copy_url: str | None) -> Iterator[None]:
     """Copy the output of this process and its children to the file `log` while the block runs, and periodically to the
     URL `copy_url`. An unwritable log is reported, and stops nothing.
 

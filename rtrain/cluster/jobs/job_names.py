@@ -30,20 +30,23 @@ DIGEST_LENGTH = 8
 
 def option_value(words: Sequence[str], name: str) -> str | None:
     """The last value of an option in a command."""
-    value = None
+    return next(iter(reversed(_option_values(words, name))), None)
+
+
+def _option_values(words: Sequence[str], name: str) -> list[str]:
+    """The values of an option in order, written `NAME VALUE` or `NAME=VALUE`."""
+    values = []
     for position, word in enumerate(words):
         if word == name and position + 1 < len(words):
-            value = words[position + 1]
+            values.append(words[position + 1])
         elif word.startswith(f"{name}="):
-            value = word.partition("=")[2]
-    return value
+            values.append(word.partition("=")[2])
+    return values
 
 
 def assignments(words: Sequence[str]) -> list[str]:
     """The values of `--set`, in order."""
-    separate = [(index, words[index + 1]) for index, word in enumerate(words[:-1]) if word == "--set"]
-    inline = [(index, word.partition("=")[2]) for index, word in enumerate(words) if word.startswith("--set=")]
-    return [text for _, text in sorted(separate + inline)]
+    return _option_values(words, "--set")
 
 
 def positional_arguments(words: Sequence[str]) -> list[str]:
@@ -75,17 +78,8 @@ def resolve_run_folder(words: Sequence[str]) -> PurePosixPath | None:
         raise ConfigError([Problem("--out", out, reason, f"write --out /shared/runs/{words[0]}", code="not_absolute")])
     if "--new" in words:
         reason = "a job that is submitted again resumes its run, and --new would begin another one"
-        raise ConfigError(
-            [
-                Problem(
-                    "--new",
-                    None,
-                    reason,
-                    f"name another --out instead, such as {out}-2",
-                    code="conflicting_settings",
-                )
-            ]
-        )
+        fix = f"name another --out instead, such as {out}-2"
+        raise ConfigError([Problem("--new", None, reason, fix, code="conflicting_settings")])
     return PurePosixPath(out)
 
 
@@ -109,7 +103,6 @@ def job_id(words: Sequence[str], run: PurePosixPath | None) -> str:
 
 
 def _sanitize(name: str) -> str:
-    """Sanitize a name for a job id."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.") or "job"
 
 
@@ -119,16 +112,10 @@ def serving_job_name(artifact: str) -> str:
     return f"serve-{path.parent.name if path.name.startswith('artifact') and path.parent.name else path.name}"
 
 
-class ExistingJob(NamedTuple):
-    """The job exists and has not ended: nothing is started."""
-
+class SelectedJob(NamedTuple):
     job_id: str
-
-
-class NewJob(NamedTuple):
-    """A job to start, with its id."""
-
-    job_id: str
+    is_running: bool
+    """Whether the job exists and has not ended: then nothing is started."""
 
 
 def list_attempts(base_id: str, jobs: Sequence[str]) -> list[str]:
@@ -151,32 +138,22 @@ def find_attempts(run: str, jobs: Sequence[str]) -> list[str]:
     pattern = re.compile(rf"(rtrain-(?:{alternatives})(?:-[0-9a-f]{{{DIGEST_LENGTH}}})?)(?:-try-\d+)?")
     base_ids = sorted({match[1] for job in jobs if (match := pattern.fullmatch(job))})
     if len(base_ids) > 1:
-        several = ", ".join(base.removeprefix("rtrain-") for base in base_ids)
-        raise ConfigError(
-            [
-                Problem(
-                    "run",
-                    run,
-                    f"several jobs have this name: {several}",
-                    "write one of these names",
-                    code="ambiguous_name",
-                )
-            ]
-        )
+        reason = f"several jobs have this name: {', '.join(base.removeprefix('rtrain-') for base in base_ids)}"
+        raise ConfigError([Problem("run", run, reason, "write one of these names", code="ambiguous_name")])
     return list_attempts(base_ids[0], jobs) if base_ids else []
 
 
-def attach_or_start(base_id: str, statuses: Mapping[str, str]) -> ExistingJob | NewJob:
+def attach_or_start(base_id: str, statuses: Mapping[str, str]) -> SelectedJob:
     """Decide whether a request for the job `base_id` attaches to a job or starts a new one. `statuses`: all jobs of the
     cluster by id."""
     attempts = list_attempts(base_id, list(statuses))
     running = [job for job in attempts if statuses[job] not in FINAL_STATUSES]
     if running:
-        return ExistingJob(running[-1])
+        return SelectedJob(running[-1], True)
     if not attempts:
-        return NewJob(base_id)
+        return SelectedJob(base_id, False)
     match = re.fullmatch(r".*-try-(\d+)", attempts[-1])
-    return NewJob(f"{base_id}-try-{int(match[1]) + 1 if match else 2}")
+    return SelectedJob(f"{base_id}-try-{int(match[1]) + 1 if match else 2}", False)
 
 
 INFRASTRUCTURE_ERRORS = (

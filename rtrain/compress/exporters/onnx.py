@@ -2,11 +2,11 @@
 
 import tempfile
 import warnings
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from rtrain.compress.exporters.base import Sample, quantize, quiet_nncf
+from rtrain.compress.exporters.base import ExportedGraph, QuantizedGraph, Sample
 from rtrain.inference import predictor
 
 if TYPE_CHECKING:
@@ -31,34 +31,13 @@ class OnnxEdge(NamedTuple):
     """Input of the quantizer."""
 
 
-class OnnxExportedGraph:
+class OnnxQuantizedGraph(QuantizedGraph):
     def __init__(self, graph: "onnx.ModelProto"):
-        self._graph = graph
-
-    def load_engine(self, threads: int | None) -> predictor.OnnxRuntimeEngine:
-        return predictor.OnnxRuntimeEngine(self._graph.SerializeToString(), threads)
-
-    def calibrate(self, samples: Sequence[Sample], overflow_fix: bool = False) -> "OnnxQuantizedGraph":
-        with quiet_nncf() as nncf:
-            return OnnxQuantizedGraph(quantize(nncf, self._graph, samples, overflow_fix))
-
-    def quantize_weights(self) -> "OnnxQuantizedGraph":
-        with quiet_nncf() as nncf:
-            return OnnxQuantizedGraph(nncf.compress_weights(_copy(self._graph), mode=nncf.CompressWeightsMode.INT8_SYM))
-
-
-class OnnxQuantizedGraph:
-    def __init__(self, graph: "onnx.ModelProto"):
-        self._graph = graph
+        super().__init__(graph)
         producers = {name: node for node in graph.graph.node for name in node.output}
-        self._edges: dict[str, list[OnnxEdge]] = {}
         for node in graph.graph.node:
             if node.op_type not in NON_OPERATIONS and (edges := list(_find_edges(node, producers))):
                 self._edges.setdefault(_format_operation_name(node), []).extend(edges)
-
-    @property
-    def operations(self) -> Sequence[str]:
-        return tuple(self._edges)
 
     def revert(self, operations: Collection[str]) -> None:
         for name, edges in self._edges.items():
@@ -78,6 +57,16 @@ class OnnxQuantizedGraph:
         compress_quantize_weights_transformation(graph)
         _drop_unused(graph.graph)
         onnx.save(graph, str(path))
+
+
+class OnnxExportedGraph(ExportedGraph):
+    quantized_class = OnnxQuantizedGraph
+
+    def load_engine(self, threads: int | None) -> predictor.OnnxRuntimeEngine:
+        return predictor.OnnxRuntimeEngine(self._graph.SerializeToString(), threads)
+
+    def copy(self) -> "onnx.ModelProto":
+        return _copy(self._graph)
 
 
 def export(network: "transformers.PreTrainedModel", sample: Sample) -> OnnxExportedGraph:
@@ -124,7 +113,6 @@ def _format_operation_name(node: "onnx.NodeProto") -> str:
 
 
 def _drop_unused(graph: "onnx.GraphProto") -> None:
-    """Remove unused nodes and weights."""
     used_names = {output.name for output in graph.output}
     for node in reversed(list(graph.node)):  # nodes are in topological order
         if used_names.isdisjoint(node.output):

@@ -35,6 +35,12 @@ class SquadQuestion(NamedTuple):
     answers: tuple[GoldAnswer, ...]
     reason: str | None
 
+    def columns(self) -> dict[str, Any]:
+        """The question's row."""
+        answers = [answer._asdict() for answer in self.answers]
+        texts = {"id": self.id, "title": self.title, "question": self.question, "context": self.context}
+        return {**texts, "answers": answers}
+
 
 class InvalidSquadFile(Exception):
     """The file is not a SQuAD file, or is damaged."""

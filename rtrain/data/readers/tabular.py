@@ -1,14 +1,22 @@
-"""Bytes of a file -> its rows, by format. An unreadable row becomes a reason, not an exception."""
+"""Bytes of a file -> its rows, by format, and values of columns -> texts. An unreadable row becomes a reason.
+
+CoNLL files have one token per line, columns separated by a tab or by blanks, an empty line after each sentence, and
+`-DOCSTART-` lines between documents (Tjong Kim Sang and De Meulder 2003). Tags may be BIO (IOB2), IOB1 or IO: they
+become BIO. A sentence that cannot be used keeps its line and the reason.
+"""
 
 import csv
 import json
+import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import IO, Any, NamedTuple
 
+from rtrain.config import DataConfig
 from rtrain.core.errors import quote_value
-from rtrain.data.sources.file_ranges import WHOLE_FILE, FilePart, list_row_groups
+from rtrain.data.file_ranges import WHOLE_FILE, FilePart, list_row_groups
+from rtrain.tasks.encode import canonical_name
 
 ESCAPED_QUOTE_REASON = (
     "a quote behind a backslash; write --set 'data.escape=\\' if backslashes escape quotes, or double the quote"
@@ -147,9 +155,9 @@ def read_arrow_schema(file: IO[bytes], format: str) -> Any:
     import pyarrow.ipc
     import pyarrow.parquet
 
-    return (
-        pyarrow.parquet.ParquetFile(file).schema_arrow if format == "parquet" else pyarrow.ipc.open_stream(file).schema
-    )
+    if format == "parquet":
+        return pyarrow.parquet.ParquetFile(file).schema_arrow
+    return pyarrow.ipc.open_stream(file).schema
 
 
 def measure_arrow_file(file: IO[bytes], format: str) -> tuple[Any, int, int]:
@@ -281,24 +289,176 @@ def _find_class_names(feature: Any) -> list[str] | None:
     return names if isinstance(names, list) else _find_class_names(feature.get("feature"))
 
 
-def iter_conll_rows(file: IO[bytes], labeled: bool = True) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(line, row) of each sentence; its columns `tokens` and `tags` are lists. A bad sentence gives its reason."""
-    from rtrain.data.readers import conll
+# --------------------------------------------------------------------------------------------------------------- CoNLL
 
-    for sentence in conll.read_sentences(file, labeled=labeled):
-        yield sentence.line, sentence.reason or {"tokens": list(sentence.tokens), "tags": list(sentence.tags)}
+_TAG = re.compile(r"O|[BI]-.+")
+# Only blanks separate: a token may hold a no-break space, at which str.split() would cut it.
+_SEPARATOR = re.compile(" +")
 
 
-def iter_squad_rows(file: IO[bytes], labeled: bool = True) -> Iterator[tuple[int, dict[str, Any] | str]]:
-    """(number, row) of each question, with columns `id`, `title`, `question`, `context`, and `answers`, a list of
-    `{"text", "start"}`. A bad question gives its reason."""
-    from rtrain.data.readers import squad
+class Sentence(NamedTuple):
+    """One sentence. `line` is the line of its first token, from 1; `reason` says why it cannot be used, or is None.
 
-    for row in squad.read_questions(file, labeled):
-        answers = [answer._asdict() for answer in row.answers]
-        columns = {"id": row.id, "title": row.title, "question": row.question, "context": row.context}
-        yield row.line, row.reason or {**columns, "answers": answers}
+    A sentence with a reason has no tokens, since one bad line makes the tags of the others doubtful.
+    """
 
+    line: int
+    tokens: tuple[str, ...]
+    tags: tuple[str, ...]
+    reason: str | None
+
+
+class _InvalidLine(Exception):
+    """Why a line cannot be used, and what to do."""
+
+
+def read_sentences(file: IO[bytes], labeled: bool = True) -> Iterator[Sentence]:
+    """The sentences of a file, in order: a line's first column is the token, its last the tag.
+
+    Without `labeled`, tags are optional and are kept verbatim. The file's first line with both columns sets the number
+    of columns of every line.
+    """
+    columns, min_columns = 0, 2 if labeled else 1
+    start, tokens, tags, reason = 0, list[str](), list[str](), ""
+    for number, line in enumerate(_decode_lines(file, 0), start=1):
+        content = line.rstrip("\r\n")
+        if not content.strip(" \t") or content.startswith("-DOCSTART-"):
+            if start:
+                yield _make_sentence(start, tokens, tags, reason or _check_numbered_tokens(tokens, columns), labeled)
+            start, tokens, tags, reason = 0, [], [], ""
+            continue
+        start = start or number
+        try:
+            values = content.split("\t") if "\t" in content else _SEPARATOR.split(content.strip(" "))
+            if len(values) < min_columns or len(values) != (columns or len(values)):
+                has = f"has {len(values)} column{'s' * (len(values) != 1)} instead of {columns or min_columns}"
+                raise _InvalidLine(f"{has}; separate columns by one tab, or by blanks")
+            columns = len(values)
+            tokens.append(_validate_token(values[0]))
+            if labeled:
+                tags.append(_validate_tag(values[-1].strip(" ")))
+            elif columns > 1:
+                tags.append(replace_surrogates(values[-1].strip(" ")))
+        except _InvalidLine as bad:
+            reason = reason or f"line {number} {bad}"
+    if start:
+        yield _make_sentence(start, tokens, tags, reason or _check_numbered_tokens(tokens, columns), labeled)
+
+
+def _check_numbered_tokens(tokens: Sequence[str], columns: int) -> str:
+    """Why the first column cannot hold words, or an empty text: some files number the words in it."""
+    if columns < 3 or len(tokens) < 3 or tokens != [str(number) for number in range(1, len(tokens) + 1)]:
+        return ""
+    return "its first column counts the words; write the words in the first column and BIO tags in the last"
+
+
+def to_bio(tags: Sequence[str]) -> tuple[str, ...]:
+    """BIO tags for tags that are BIO, IOB1 or IO: an entity begins at each B-, and at each I- that follows no tag of
+    its type.
+
+    Two IO entities of one type that touch become one, since IO tags do not show the border.
+    """
+    bio_tags: list[str] = []
+    previous_type = ""
+    for tag in tags:
+        prefix, _, type = tag.partition("-")
+        begins = prefix == "B" or type != previous_type
+        bio_tags.append(f"{'B' if begins else 'I'}-{type}" if type else "O")
+        previous_type = type
+    return tuple(bio_tags)
+
+
+def _make_sentence(start: int, tokens: list[str], tags: list[str], reason: str, labeled: bool) -> Sentence:
+    if reason:
+        return Sentence(start, (), (), reason)
+    are_tags = labeled or all(_TAG.fullmatch(tag) for tag in tags)
+    return Sentence(start, tuple(tokens), to_bio(tags) if are_tags else tuple(tags), None)
+
+
+def _validate_token(value: str) -> str:
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise _InvalidLine("is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8, or from utf-16") from None
+    if "\r" in value:
+        raise _InvalidLine("holds a carriage return; end lines by a newline")
+    if not value.strip(" "):
+        raise _InvalidLine("has an empty token; write one or remove the line")
+    return value
+
+
+def _validate_tag(value: str) -> str:
+    if _TAG.fullmatch(value) is None:
+        raise _InvalidLine(f"has the tag {value[:40]!a}, not O, B-TYPE or I-TYPE; write BIO tags in the last column")
+    return value
+
+
+# -------------------------------------------------------------------------------------------------------------- values
 
 FIXED_COLUMNS = {"conll": ("tokens", "tags"), "squad": ("id", "title", "question", "context", "answers")}
 """The columns of formats that do not name them in the file."""
+
+
+SURROGATE_BYTES = range(0xDC80, 0xDD00)
+"""Surrogates that `surrogateescape` makes of bytes that are not UTF-8; other lone surrogates were in the file, as in
+JSON."""
+
+
+NULL = "\\N"
+"""The text that databases write to csv and tsv for a missing value."""
+
+
+def validate_words(data: DataConfig, row: Mapping[str, Any]) -> str | None:
+    """Why a text column's list cannot be words, or None. Nulls and objects are not words."""
+    for column in (data.text, data.text_pair):
+        value = row.get(column) if column else None
+        if isinstance(value, list) and not all(isinstance(word, str | int | float) for word in value):
+            return f'column {column!r} is a list of more than words; write texts, e.g. ["to", "be"]'
+    return None
+
+
+def to_text(value: Any) -> str:
+    """The value as text. A list of words is joined by single blanks, and blanks inside a word become underscores, so
+    that the words can be told apart again."""
+    if value == NULL:
+        return ""
+    return " ".join(str(word).replace(" ", "_") for word in value) if isinstance(value, list) else to_string(value)
+
+
+def to_string(value: Any) -> str:
+    """The value as text: null and NaN are empty, lists and objects are JSON, bytes are decoded (`surrogateescape`)."""
+    if value is None or (isinstance(value, float) and math.isnan(value)):
+        return ""
+    if isinstance(value, bytes):
+        return value.decode("utf-8", "surrogateescape")
+    if isinstance(value, list | dict):
+        return json.dumps(value, ensure_ascii=False, default=to_string)
+    return value if isinstance(value, str) else str(value)
+
+
+def to_name(value: Any) -> str:
+    """The value as what rows are sorted by: a label, a slice, a group. A column of whole numbers with a gap is one of
+    floats in a Parquet file, and not in the next one."""
+    is_whole_number = isinstance(value, float) and value.is_integer()
+    name = to_string(int(value) if is_whole_number else value).strip()
+    return "" if name == NULL else canonical_name(name)
+
+
+def is_json_list(label: str) -> bool:
+    """Whether a label is a JSON list; a label that begins with a bracket need not be."""
+    try:
+        return label.startswith("[") and isinstance(json.loads(label), list)
+    except ValueError:
+        return False
+
+
+def explain_encode_error(error: UnicodeEncodeError) -> str:
+    """Explain why a text cannot be encoded as UTF-8, with a fix."""
+    if ord(error.object[error.start]) in SURROGATE_BYTES:
+        return "is not UTF-8; convert the file, e.g. iconv -f latin1 -t utf-8"
+    return "holds half of a character (as \\ud83d, of an emoji); write it whole"
+
+
+def replace_surrogates(text: str) -> str:
+    """Replace each lone surrogate by a question mark: Arrow, HTML and terminals cannot encode surrogates."""
+    return text.encode("utf-8", "replace").decode()

@@ -14,15 +14,12 @@ from rtrain.config.recipe import NEUTRAL_DATA_SETTINGS, drop_neutral
 from rtrain.core import atomic_write, hub
 from rtrain.core.errors import Problem, UserError
 from rtrain.core.ragged import Head
-from rtrain.data import row_reader, unlabeled
-from rtrain.data.augment import paraphrase, rewriting, variants
-from rtrain.data.sources import digests
+from rtrain.data import augment, paraphrase, row_reader, sources, unlabeled
 from rtrain.data.splits import Splits
-from rtrain.data.store import commit, merge, read_tasks, shards, store
+from rtrain.data.store import commit, shards, store
 from rtrain.data.store.shards import TokenizeJob
 from rtrain.tasks import base
-from rtrain.tasks.encode import resolve_window_spec
-from rtrain.tasks.labels import canonical_name
+from rtrain.tasks.encode import canonical_name, resolve_window_spec
 
 MAX_PAIR_SPECIAL_TOKENS = 4
 """Most special tokens of two texts: four with RoBERTa, three with BERT."""
@@ -48,9 +45,8 @@ def compute_digest(recipe: Recipe, source: row_reader.DataSource, model: Path) -
 def _compute_unlabeled_digest(
     recipe: Recipe, unlabeled_source: row_reader.DataSource, model: Path, labeled_digest: str
 ) -> str:
-    return _hash_parts(
-        _compute_source_digest(unlabeled.make_unlabeled_recipe(recipe), unlabeled_source, model), labeled_digest
-    )
+    unlabeled_recipe = unlabeled.make_unlabeled_recipe(recipe)
+    return _hash_parts(_compute_source_digest(unlabeled_recipe, unlabeled_source, model), labeled_digest)
 
 
 def _hash_parts(*parts: object) -> str:
@@ -63,64 +59,55 @@ def _compute_source_digest(recipe: Recipe, source: row_reader.DataSource, model:
     if (rule := base.get_task(recipe.task).target_rule_version) > 1:
         settings["target_rule_version"] = rule
     if recipe.augment.is_active:
-        models = [
-            _hash_model(name) for name in (recipe.augment.paraphrase, recipe.augment.back_translation_model) if name
-        ]
-        settings["augment"] = {
-            **recipe.augment.model_dump(mode="json"),
-            "paraphrase": models,
-            "back_translation_model": None,
-        }
-    parts = source.digest(), digests.hash_tokenizer(model), json.dumps(settings, sort_keys=True)
+        names = (recipe.augment.paraphrase, recipe.augment.back_translation_model)
+        models = {"paraphrase": [_hash_model(name) for name in names if name], "back_translation_model": None}
+        settings["augment"] = {**recipe.augment.model_dump(mode="json"), **models}
+    parts = source.digest(), sources.hash_tokenizer(model), json.dumps(settings, sort_keys=True)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _hash_model(name: str) -> str:
     """The SHA-256 of each file of a model folder, at any location; or the hub name."""
     files = sorted(path for path in Path(name).glob("*") if path.suffix in (".json", ".safetensors", ".model"))
-    return " ".join(digests.hash_file(str(path)) for path in files) or name
+    return " ".join(sources.hash_file(str(path)) for path in files) or name
 
 
 def find_problems(recipe: Recipe) -> list[Problem]:
     """Problems of settings that shape the rows and that the recipe's task does not support."""
     task = base.get_task(recipe.task)
-    problems = variants.find_problems(recipe, task)
-    if recipe.data.out_of_scope_label is not None and not task.supports_out_of_scope:
+    return [
+        *augment.find_problems(recipe, task),
+        *_find_label_problems(recipe, task),
+        *_find_window_problems(recipe, task),
+    ]
+
+
+def _find_label_problems(recipe: Recipe, task: base.Task) -> Iterator[Problem]:
+    setting, label = "data.out_of_scope_label", recipe.data.out_of_scope_label
+    if label is not None and not task.supports_out_of_scope:
         reason = f"{task.name} does not support out-of-scope rows"
-        problems.append(
-            Problem("data.out_of_scope_label", recipe.data.out_of_scope_label, reason, "remove it", code="unsupported")
-        )
-    if (out_of_scope_label := recipe.data.out_of_scope_label) and out_of_scope_label != canonical_name(
-        out_of_scope_label
-    ):
-        fix = f"write {canonical_name(out_of_scope_label)}"
-        problems.append(
-            Problem(
-                "data.out_of_scope_label",
-                out_of_scope_label,
-                "rows have this label in its canonical form",
-                fix,
-                code="not_canonical",
-            )
-        )
+        yield Problem(setting, label, reason, "remove it", code="unsupported")
+    if label is not None and label != canonical_name(label):
+        reason, fix = "rows have this label in its canonical form", f"write {canonical_name(label)}"
+        yield Problem(setting, label, reason, fix, code="not_canonical")
     if isinstance(recipe.data.label, tuple) and task.output != "heads":
         reason = f"several columns, and {task.name} reads one: each combination would be a label"
         fix = "name one, or add task=multi_head to have an answer for each"
-        problems.append(Problem("data.label", list(recipe.data.label), reason, fix, code="several_columns"))
-    window_spec = resolve_window_spec(task, recipe.data)
-    max_stride = max(0, (window_spec.max_tokens - MAX_PAIR_SPECIAL_TOKENS) // 2 - 1)
-    # A question takes a fourth of a window at most, which leaves more than half of it to the context. A student uses
-    # the windows of its teacher.
-    paired = recipe.data.text_pair is not None and not task.needs_pair
-    if paired and window_spec.stride > max_stride and recipe.distill.teacher is None:
+        yield Problem("data.label", list(recipe.data.label), reason, fix, code="several_columns")
+
+
+def _find_window_problems(recipe: Recipe, task: base.Task) -> Iterator[Problem]:
+    if recipe.distill.teacher is not None:  # a student uses the windows of its teacher
+        return
+    spec = resolve_window_spec(task, recipe.data)
+    # A question takes a fourth of a window at most, which leaves more than half of it to the context.
+    max_stride = max(0, (spec.max_tokens - MAX_PAIR_SPECIAL_TOKENS) // 2 - 1)
+    if recipe.data.text_pair is not None and not task.needs_pair and spec.stride > max_stride:
         reason = "two long texts have half a window each, and adjacent windows would share all of it"
-        problems.append(
-            Problem("data.stride", window_spec.stride, reason, f"write {max_stride} or less", code="out_of_range")
-        )
-    if task.packs_text and window_spec.stride and recipe.distill.teacher is None:
+        yield Problem("data.stride", spec.stride, reason, f"write {max_stride} or less", code="out_of_range")
+    if task.packs_text and spec.stride:
         reason = "blocks of text share no tokens: overlapping windows would cut a block before it is full"
-        problems.append(Problem("data.stride", window_spec.stride, reason, "write 0", code="out_of_range"))
-    return problems
+        yield Problem("data.stride", spec.stride, reason, "write 0", code="out_of_range")
 
 
 def build_or_open(
@@ -134,17 +121,15 @@ def build_or_open(
     source = source.with_cached_digests(root)
     labeled_source, unlabeled_source = unlabeled.split_source(source)
     final = root / ".tokens" / compute_digest(recipe, source, model)
-    if existing_store := _open_finished(final, source, root):
-        token_store, was_built = existing_store, False
-    elif unlabeled_source.files:
+    finished_store = _open_finished(final, source, root)
+    if unlabeled_source.files:
+        if finished_store:
+            return finished_store, False
         return _build_merged_store(recipe, labeled_source, unlabeled_source, model, root, teacher_pass), True
-    else:
-        token_store, was_built = _build_store(recipe, source, model, final, root), True
-    if teacher_pass and not unlabeled_source.files:
-        teacher_pass(
-            token_store, model, lambda other_model: build_or_open(recipe, labeled_source, other_model, root)[0]
-        )
-    return token_store, was_built
+    token_store = finished_store or _build_store(recipe, source, model, final, root)
+    if teacher_pass:
+        teacher_pass(token_store, model, lambda other: build_or_open(recipe, labeled_source, other, root)[0])
+    return token_store, finished_store is None
 
 
 def _build_merged_store(
@@ -172,12 +157,9 @@ def _build_merged_store(
     task = base.get_task(recipe.task)
     selection = unlabeled.select_rows(unlabeled_store, labeled_store, task, teacher, recipe.distill.confidence)
     left_out = {"low_confidence": selection.num_low_confidence, "duplicates": selection.num_duplicates}
-    address = _hash_parts(
-        labeled_store.manifest.digest, unlabeled_store.manifest.digest, teacher, recipe.distill.confidence
-    )
-    return merge.merge_stores(
-        root / ".tokens" / address, labeled_store, unlabeled_store, selection.positions, left_out, teacher
-    )
+    digests = (labeled_store.manifest.digest, unlabeled_store.manifest.digest)
+    final = root / ".tokens" / _hash_parts(*digests, teacher, recipe.distill.confidence)
+    return unlabeled.merge_stores(final, labeled_store, unlabeled_store, selection.positions, left_out, teacher)
 
 
 def _open_finished(final: Path, source: row_reader.DataSource, root: Path) -> store.Store | None:
@@ -186,7 +168,7 @@ def _open_finished(final: Path, source: row_reader.DataSource, root: Path) -> st
     finished_store = store.Store(final)
     finished_store.check(size_only=True)
     atomic_write.remove_stale_drafts(final)
-    digests.update_cache(root, source.file_digests)
+    sources.update_cache(root, source.file_digests)
     return finished_store
 
 
@@ -194,17 +176,17 @@ def _build_store(
     recipe: Recipe, source: row_reader.DataSource, model: Path, final: Path, root: Path, head: Head | None = None
 ) -> store.Store:
     # A folder without a tokenizer, and a rewriting model that cannot generate, raise before any task starts.
-    variants.make_noise(recipe.augment, shards.load_task_tokenizer(recipe, model))
+    augment.make_noise(recipe.augment, shards.load_task_tokenizer(recipe, model))
     recipe = resolve_rewriters(recipe, root)
     writer = store.StoreWriter(final)
     try:
         splits = Splits.from_config(recipe.data, source) if head is None else Splits(has_test=True, valid_share=0.0)
         job = TokenizeJob(recipe, model, writer.folder, splits, head)
-        built_store = commit.commit_store(job, source, writer, _run_tasks(job, source))
+        built_store = commit.commit_store(job, source, writer, run_tasks(job, source))
     except BaseException:
         writer.abandon()
         raise
-    digests.update_cache(root, source.file_digests)
+    sources.update_cache(root, source.file_digests)
     return built_store
 
 
@@ -218,7 +200,7 @@ def resolve_rewriters(recipe: Recipe, root: Path) -> Recipe:
     return recipe.model_copy(update={"augment": recipe.augment.model_copy(update=folders)}) if folders else recipe
 
 
-def _run_tasks(job: TokenizeJob, source: row_reader.DataSource) -> list[dict[str, Any]]:
+def run_tasks(job: TokenizeJob, source: row_reader.DataSource) -> list[dict[str, Any]]:
     """Write the shards with Ray Data, one task per file or part.
 
     Returns the entries of `shards.write_shards`, in source order.
@@ -226,12 +208,12 @@ def _run_tasks(job: TokenizeJob, source: row_reader.DataSource) -> list[dict[str
     import ray.data
 
     ray_internals.disable_data_actors()
-    tasks = read_tasks.plan_tasks(source)
+    tasks = shards.plan_tasks(source)
     if job.recipe.augment.paraphrase is not None:
-        rewriting.rewrite_texts(tasks, partial(shards.iter_texts_to_rewrite, job=job), job.recipe.augment, job.folder)
-    if any(read_tasks.should_split(task, job.recipe) for task in tasks):
+        paraphrase.rewrite_texts(tasks, partial(shards.iter_texts_to_rewrite, job=job), job.recipe.augment, job.folder)
+    if any(shards.should_split(task, job.recipe) for task in tasks):
         task_dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
-        tasks = task_dataset.flat_map(partial(read_tasks.split_task, recipe=job.recipe)).take_all()
+        tasks = task_dataset.flat_map(partial(shards.split_task, recipe=job.recipe)).take_all()
     dataset = ray.data.from_items(tasks, override_num_blocks=len(tasks))
     shard_rows = dataset.flat_map(partial(_write_shards, job=job)).take_all()
     if errors := [row for row in shard_rows if row["error"]]:

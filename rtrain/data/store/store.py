@@ -72,7 +72,7 @@ class StoreManifest:
     out_of_scope_rows: int = 0
     """Training rows with the label `data.out_of_scope_label`, which are not trained on."""
     unlabeled: Mapping[str, int] = field(default_factory=dict)
-    """Counts of unlabeled training rows, which come after the labeled ones (`rtrain.data.store.merge`): `rows` are
+    """Counts of unlabeled training rows, which come after the labeled ones (`rtrain.data.unlabeled`): `rows` are
     trained on; `low_confidence`, `duplicates` and `bad` are not. Empty without unlabeled rows."""
 
     @property
@@ -158,14 +158,11 @@ class Store:
         """The rows' values of each of `data.slices`, in index order."""
         origins = self.origins(split)
         name_by_column = {f"{name}{SLICE_SUFFIX}": name for name in ORIGIN_COLUMNS}
-        return {
-            name_by_column.get(column, column): origins[column]
-            for column in origins.column_names
-            if column not in ORIGIN_COLUMNS
-        }
+        columns = [column for column in origins.column_names if column not in ORIGIN_COLUMNS]
+        return {name_by_column.get(column, column): origins[column] for column in columns}
 
     def in_training_set(self, split: str) -> npt.NDArray[np.bool_] | None:
-        """Whether each evaluation row is a training row too (`rtrain.data.contamination`); None if rows are blocks of
+        """Whether each evaluation row is a training row too (`rtrain.data.splits`); None if rows are blocks of
         text."""
         name = f"in-training-set-{split}.arrow"
         if name not in self.manifest.files:
@@ -174,7 +171,7 @@ class Store:
         return column.to_numpy() if len(column) else np.empty(0, dtype=np.bool_)
 
     def text_keys(self, split: str) -> npt.NDArray[np.uint64]:
-        """Hashes of the rows' normalized texts (`rtrain.data.contamination.compute_text_key`), in index order; empty if
+        """Hashes of the rows' normalized texts (`rtrain.data.splits.compute_text_key`), in index order; empty if
         rows are blocks of text."""
         shards, offsets = self.column(split, "shard"), self.column(split, "offset")
         text_keys = np.empty(len(shards), dtype=np.uint64)
@@ -236,21 +233,17 @@ class Store:
             parts.append(values[ends[offset] : ends[offset + 1]])
             window_parts.append(windows[window_ends[offset] : window_ends[offset + 1]])
         lengths, pair_starts = np.concatenate(window_parts).reshape(-1, 2).T
-        targets = self.targets(split, positions)
+        targets, num_labeled = self.targets(split, positions), self.num_labeled(split)
         return TokenBatch(
             ids=np.concatenate(parts),
             window_lengths=np.ascontiguousarray(lengths),
             pair_start=np.ascontiguousarray(pair_starts),
-            windows_per_row=np.fromiter(
-                (len(row) // 2 for row in window_parts[1:]), dtype=np.int32, count=len(positions)
-            ),
+            windows_per_row=np.array([len(row) // 2 for row in window_parts[1:]], dtype=np.int32),
             targets=targets.values,
             targets_per_row=targets.counts,
             row_ids=self.column(split, "row_id")[positions],
             teacher_logits=np.empty((len(positions), 0), dtype=np.float32),
-            is_unlabeled=positions >= self.num_labeled(split)
-            if self.num_labeled(split) < self.num_rows(split)
-            else None,
+            is_unlabeled=positions >= num_labeled if num_labeled < self.num_rows(split) else None,
         )
 
     def teacher_file(self, version: str) -> Path:
@@ -271,10 +264,8 @@ class Store:
         """Indices of the tokens of the training rows at `positions` among the tokens of all training rows, row after
         row."""
         lengths = self.column("train", "length")
-        sums_before, firsts = (
-            self._tokens_before[positions // ROWS_PER_TOKEN_SUM],
-            positions // ROWS_PER_TOKEN_SUM * ROWS_PER_TOKEN_SUM,
-        )
+        blocks = positions // ROWS_PER_TOKEN_SUM
+        sums_before, firsts = self._tokens_before[blocks], blocks * ROWS_PER_TOKEN_SUM
         rest = [lengths[first:position].sum(dtype=np.int64) for first, position in zip(firsts, positions, strict=True)]
         return expand_ranges(sums_before + np.array(rest, dtype=np.int64), lengths[positions])
 
@@ -282,9 +273,8 @@ class Store:
     def _tokens_before(self) -> Ints:
         """Number of tokens before training rows 0, `ROWS_PER_TOKEN_SUM`, 2 `ROWS_PER_TOKEN_SUM`, and so on."""
         lengths = self.column("train", "length")
-        block_lengths = lengths[: len(lengths) // ROWS_PER_TOKEN_SUM * ROWS_PER_TOKEN_SUM].reshape(
-            -1, ROWS_PER_TOKEN_SUM
-        )
+        num_blocks = len(lengths) // ROWS_PER_TOKEN_SUM
+        block_lengths = lengths[: num_blocks * ROWS_PER_TOKEN_SUM].reshape(-1, ROWS_PER_TOKEN_SUM)
         return np.concatenate([[0], np.cumsum(block_lengths.sum(axis=1, dtype=np.int64))])
 
     @lru_cache(maxsize=4)  # noqa: B019 - as above

@@ -16,12 +16,11 @@ import pyarrow as pa
 
 from rtrain.config import DataConfig
 from rtrain.core.errors import UserError
-from rtrain.data import row_reader
+from rtrain.data import file_ranges, row_reader, sources
 from rtrain.data.readers import tabular
 from rtrain.data.row_reader import DataSource, SourceRow
-from rtrain.data.sources import file_ranges, paths
-from rtrain.data.sources.find import SourceFile
-from rtrain.inference.batch import columns
+from rtrain.data.sources import SourceFile
+from rtrain.inference.batch import formats
 
 MAX_CHUNK_ROWS = 4096
 """Maximum rows of a chunk. Batches group rows of similar length within a chunk, so small chunks have more padding; a
@@ -30,7 +29,6 @@ CHUNK_BYTES = 16 << 20
 """Approximate text bytes of a chunk: the row that exceeds it is the last."""
 LINE_FORMATS = ("csv", "tsv", "jsonl")
 ARROW_FORMATS = ("parquet", "datasets")
-
 RawRow = tuple[int, dict[str, Any] | str]
 """(line, columns by name), or (line, reason) of an unreadable row."""
 
@@ -53,8 +51,7 @@ class ChunkRows:
     """The rows of a chunk: the checked records and the columns."""
 
     records: list[SourceRow]
-    columns: Sequence[Mapping[str, Any]] | pa.Table
-    """Columns by row, empty for an unreadable row; or an Arrow table with the types of an Arrow or Parquet file."""
+    columns: formats.InputColumns
     unit: str = "line"
     """Unit of a record's `line`, prefixed with the file name if there are several files."""
     empty: int = 0
@@ -62,8 +59,6 @@ class ChunkRows:
 
 
 class FileSurvey(NamedTuple):
-    """Chunks and columns of all files."""
-
     chunks: tuple[Chunk, ...]
     column_types: dict[str, pa.DataType]
     """Arrow type by column name, in the order of the files."""
@@ -102,13 +97,13 @@ def survey_files(source: DataSource, data: DataConfig) -> FileSurvey:
             for place, chunk in enumerate(file_survey.chunks)
         ]
         for name, arrow_type in file_survey.column_types.items():
-            column_types[name] = columns.common_type(column_types.get(name, pa.null()), arrow_type)
-    return FileSurvey(tuple(chunks), {name: columns.concrete_type(kind) for name, kind in column_types.items()})
+            column_types[name] = formats.common_type(column_types.get(name, pa.null()), arrow_type)
+    return FileSurvey(tuple(chunks), {name: formats.concrete_type(kind) for name, kind in column_types.items()})
 
 
 def _survey_rows(source_file: SourceFile, data: DataConfig) -> FileSurvey:
     chunks: list[Chunk] = []
-    column_types = {} if source_file.format == "jsonl" else columns.file_column_types(source_file)
+    column_types = {} if source_file.format == "jsonl" else formats.file_column_types(source_file)
     rows, text_bytes, current_chunk = 0, 0, Chunk(0, 0, 0)
     for (start_byte, lines_before, rows_to_skip), (_, row) in _rows_with_position(source_file, data):
         if rows == MAX_CHUNK_ROWS or text_bytes > CHUNK_BYTES:
@@ -120,7 +115,7 @@ def _survey_rows(source_file: SourceFile, data: DataConfig) -> FileSurvey:
         text_bytes += sum(len(value) for value in row.values() if isinstance(value, str))
         if source_file.format == "jsonl":
             for name, value in row.items():
-                column_types[name] = columns.common_type(column_types.get(name, pa.null()), columns.json_type(value))
+                column_types[name] = formats.common_type(column_types.get(name, pa.null()), formats.json_type(value))
     if rows:
         chunks.append(current_chunk._replace(rows=rows))
     return FileSurvey(tuple(chunks), column_types)
@@ -150,7 +145,7 @@ def _rows_with_position(source_file: SourceFile, data: DataConfig) -> Iterator[t
 
 def _is_seekable(source_file: SourceFile) -> bool:
     """Return whether reading may begin at any row."""
-    opened_address = paths.open_file(source_file.uri)
+    opened_address = sources.open_file(source_file.uri)
     return (
         source_file.format in LINE_FORMATS
         and opened_address.compression is None
@@ -230,7 +225,6 @@ class _ArrowRowReader:
 def check_rows(
     rows: Iterable[RawRow], columns: Sequence[Mapping[str, Any]] | pa.Table, data: DataConfig, unit: str
 ) -> ChunkRows:
-    """Return the chunk with checked records."""
     checked_records, empty_rows = [], 0
     for line, row in rows:
         record = row_reader.parse_row(line, row, data)
@@ -282,7 +276,7 @@ class ChunkReader:
         file = self._files.enter_context(file_ranges.open_part(source_file.uri, source_file.format, byte_range))
         unit = "line" if source_file.format in (*LINE_FORMATS, "conll") else "row"
         if len(self._source.files) > 1:
-            unit = f"{paths.strip_query(source_file.uri).rpartition('/')[2]} {unit}"
+            unit = f"{sources.strip_query(source_file.uri).rpartition('/')[2]} {unit}"
         if source_file.format in ARROW_FORMATS:
             batches = tabular.iter_arrow_batches(file, source_file.format, chunk.rows_to_skip)
             return _ArrowRowReader(batches, chunk.rows_to_skip, self._data, unit)

@@ -1,4 +1,4 @@
-"""Pipeline: chunks of rows -> encoded predictions.
+"""Pipeline: chunks of rows -> encoded predictions, in this process or by actors on a Ray cluster.
 
 While the engine computes a chunk, the next one is read and tokenized, and the previous one is decoded and encoded.
 
@@ -10,20 +10,28 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from rtrain.config import DataConfig
+from rtrain.config import Config, DataConfig
 from rtrain.core import engines
+from rtrain.core.errors import UserError
 from rtrain.core.ragged import EncodedRow, Floats
 from rtrain.data.row_reader import DataSource, SourceRow
 from rtrain.inference import artifact as artifacts
 from rtrain.inference.batch import formats
 from rtrain.inference.batch.chunks import Chunk, ChunkReader, ChunkRows
-from rtrain.inference.batch.columns import OutputSchema, make_score_columns, scores_by_column
-from rtrain.inference.batch.formats import Format
+from rtrain.inference.batch.formats import Format, OutputSchema, make_score_columns, scores_by_column
 from rtrain.inference.predictor import DEFAULT_BATCH_SIZE, Predictor, compute_outputs_in_parallel
-from rtrain.tasks.base import AnswerColumn, Input, Task
+from rtrain.inference.score import make_input
+from rtrain.tasks.base import AnswerColumn, Input
 
 InputItem = TypeVar("InputItem")
 OutputItem = TypeVar("OutputItem")
+MAX_COPIES = 4
+"""Maximum copies of a model in memory; on many cores each has several threads."""
+THREADS_PER_ACTOR = 2
+"""CPUs of an actor, and threads of its engines. Fewer threads mean more copies of the model; more threads leave reading
+and decoding to one thread for many cores."""
+MAX_ACTORS = 256
+"""Maximum number of actors; the free CPUs limit it too."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +93,6 @@ class ChunkAnswerer:
         return self._decode_and_write(self._compute(self._encode(chunk.number, self._reader.read(chunk))))
 
     def answer_all(self, chunks: Iterable[Chunk]) -> Iterator[AnsweredChunk]:
-        """Predict the chunks in order."""
         encoded_chunks = prefetch(lambda chunk: self._encode(chunk.number, self._reader.read(chunk)), chunks)
         yield from map(self._decode_and_write, prefetch(self._compute, encoded_chunks))
         self._reader.close()
@@ -94,7 +101,7 @@ class ChunkAnswerer:
         chunk_rows = replace(
             chunk_rows, records=[with_input_problem(record, self._predictor) for record in chunk_rows.records]
         )
-        inputs = [record_input(record, self._predictor.task) for record in chunk_rows.records if record.reason is None]
+        inputs = [make_input(self._predictor.task, record) for record in chunk_rows.records if record.reason is None]
         return _EncodedChunk(number, chunk_rows, inputs, self._predictor.encode(inputs))
 
     def _compute(self, encoded_chunk: _EncodedChunk) -> tuple[_EncodedChunk, list[Floats]]:
@@ -110,16 +117,12 @@ class ChunkAnswerer:
                 chunk_rows, make_score_columns(task, head), [scores_by_column(answer) for answer in answers]
             )
         answer_values.append(missing_reasons(chunk_rows))
-        body = formats.encode_chunk(self._job.format, self._job.output_schema, chunk_rows, answer_values)
+        body = formats.encode_chunk(self._job.format, self._job.output_schema, chunk_rows.columns, answer_values)
         return AnsweredChunk(
             number,
             body,
             AnswerCounts(len(inputs), chunk_rows.empty, len(chunk_rows.records) - len(inputs) - chunk_rows.empty),
         )
-
-
-MAX_COPIES = 4
-"""Maximum copies of a model in memory; on many cores each has several threads."""
 
 
 def load_copies(artifact: Path, threads: int) -> list[Predictor]:
@@ -130,18 +133,11 @@ def load_copies(artifact: Path, threads: int) -> list[Predictor]:
     return [Predictor.load(artifact, threads // count) for _ in range(count)]
 
 
-def record_input(record: SourceRow, task: Task) -> Input:
-    """Return the input of a row."""
-    if record.pair is None:
-        return record.text
-    return dict(zip(task.fields, (record.text, record.pair), strict=True))
-
-
 def with_input_problem(record: SourceRow, predictor: Predictor) -> SourceRow:
     """Return the record, with the artifact's reason if the input is invalid."""
     if record.reason is not None:
         return record
-    problem = predictor.validate_input(record_input(record, predictor.task))
+    problem = predictor.validate_input(make_input(predictor.task, record))
     return record if problem is None else record._replace(reason=f"it {problem}")
 
 
@@ -174,3 +170,67 @@ def prefetch(function: Callable[[InputItem], OutputItem], items: Iterable[InputI
             previous = future
         if previous is not None:
             yield previous.result()
+
+
+class AnswerActor:
+    """Ray Data actor: fields of a chunk -> its encoded predictions and counts."""
+
+    def __init__(self, job: BatchPredictJob, threads: int):
+        self._job, self._threads = job, threads
+        self._answerer: ChunkAnswerer | None = None
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A `UserError` is returned as text: raised, it would carry Ray's traceback and advice."""
+        try:
+            if self._answerer is None:
+                self._answerer = ChunkAnswerer(self._job, load_copies(self._job.artifact, self._threads))
+            answered_chunk = self._answerer.answer(Chunk(**{name: int(row[name]) for name in Chunk._fields}))
+        except UserError as error:
+            return {"number": row["number"], "body": b"", **AnswerCounts(0, 0, 0)._asdict(), "error": str(error)}
+        return {
+            "number": answered_chunk.number,
+            "body": answered_chunk.body,
+            **answered_chunk.counts._asdict(),
+            "error": "",
+        }
+
+
+def make_cluster_answerer(
+    config: Config, folder: Path
+) -> Callable[[BatchPredictJob, list[Chunk]], Iterator[AnsweredChunk]]:
+    """Return the function that predicts chunks on the cluster of `config`, for `predict_files.answer_to_file`.
+
+    Every node must be able to read the files and the artifact. This process writes the predictions, so the output may
+    be a local file. If a node is lost, another actor predicts its chunk.
+    """
+    from rtrain.cluster.connection import session
+
+    def answer_chunks(job: BatchPredictJob, chunks: list[Chunk]) -> Iterator[AnsweredChunk]:
+        if chunks:
+            with session(config, folder):
+                yield from answer_on_cluster(job, chunks)
+
+    return answer_chunks
+
+
+def answer_on_cluster(job: BatchPredictJob, chunks: list[Chunk]) -> Iterator[AnsweredChunk]:
+    """Yield predicted chunks in the order of completion. Needs a Ray session."""
+    import ray.data
+
+    from rtrain import ray_internals
+    from rtrain.cluster import capacity
+
+    ray_internals.disable_data_actors()
+    # One CPU is left for Ray Data itself.
+    cpus = int(sum(node.get("CPU", 0.0) for node in capacity.nodes_with_labels()))
+    threads = min(THREADS_PER_ACTOR, max(1, cpus - 1))
+    items = [chunk._asdict() for chunk in chunks]
+    pool = ray.data.ActorPoolStrategy(min_size=1, max_size=min(MAX_ACTORS, len(items)))
+    actor_class: Any = AnswerActor  # Ray's annotation leaves out classes
+    dataset = ray.data.from_items(items, override_num_blocks=len(items)).map(
+        actor_class, fn_constructor_args=(job, threads), num_cpus=threads, compute=pool
+    )
+    for row in dataset.iter_rows():
+        if row["error"]:
+            raise UserError(f"on a node of the cluster: {row['error']}", code="failed_on_node")
+        yield AnsweredChunk(row["number"], row["body"], AnswerCounts(row["answered"], row["empty"], row["unusable"]))

@@ -14,8 +14,8 @@ from rtrain.metrics.registry import get_metric
 from rtrain.report import advice
 from rtrain.report.advice import BaselineComparison, RunFacts, WeakSlice, WorstLabel
 from rtrain.report.collect import RunData
-from rtrain.report.drawing.blocks import Block, Note, RecommendationList
-from rtrain.report.sections import curves, slices
+from rtrain.report.page import Block, Note, RecommendationList
+from rtrain.report.sections import answers, run_details
 
 MIN_SUSPECT_CONFIDENCE = 0.9
 """Least confidence of a wrong answer with a suspect label."""
@@ -31,24 +31,20 @@ def build_block(run: RunData) -> Block:
     if not steps:
         return Note("No recommendations: the run has no artifact yet, and no rule applies.")
     note = (
-        "Fixed rules derive these hints from this run's figures. Replace NEW_FOLDER, RECIPE, FILE and TEACHER (the "
-        "run of "
-        "the student's teacher)."
+        "Fixed rules derive these hints from this run's figures. Replace NEW_FOLDER, RECIPE, FILE and TEACHER (the run "
+        "of the student's teacher)."
     )
     return RecommendationList("What to do next", steps, note)
 
 
 def collect_facts(run: RunData) -> RunFacts:
-    name = get_metric(run.output).headline
-    split = next((split for split in ("test", "valid") if name in best_metrics(run, split)), "test")
-    score = best_metrics(run, split).get(name)
-    cut = run.store.manifest.truncated if run.store else 0
+    name, split = get_metric(run.output).headline, headline_split(run) or "test"
     train_loss, held_out_loss = _epoch_losses(run)
     return RunFacts(
         folder=str(run.folder),
         status=run.summary["status"],
         output=run.output,
-        score=score,
+        score=best_metrics(run, split).get(name),
         baseline_comparison=compare_with_baseline(run, split),
         train_loss=train_loss,
         held_out_loss=held_out_loss,
@@ -58,7 +54,7 @@ def collect_facts(run: RunData) -> RunFacts:
         epochs=run.config.recipe.train.epochs,
         rows=sum(run.store.manifest.rows.values()) if run.store else 0,
         labeled_rows=run.store.num_source_rows if run.store else 0,
-        truncated_rows=cut,
+        truncated_rows=run.store.manifest.truncated if run.store else 0,
         max_tokens=run.reading.max_tokens,
         uses_windows=run.reading.max_windows > 1,
         max_windows=run.reading.max_windows,
@@ -145,13 +141,19 @@ def best_metrics(run: RunData, split: str) -> Mapping[str, Any]:
     return dict(evaluated[-1]) if evaluated else {}
 
 
+def headline_split(run: RunData) -> str | None:
+    """The split of the headline score: test, else valid; None without a score."""
+    name = get_metric(run.output).headline
+    return next((split for split in ("test", "valid") if name in best_metrics(run, split)), None)
+
+
 def _epoch_losses(run: RunData) -> tuple[float | None, float | None]:
     """Return (training loss of the last epoch, mean loss of the held-out rows) if both are the plain loss of a text."""
     recipe, answers = run.config.recipe, run.answers
     if run.output != "classes" or recipe.train.label_smoothing or recipe.distill.teacher or answers is None:
         return None, None
     finite_losses = answers.loss[np.isfinite(answers.loss)]
-    per_epoch, progress = run.steps_per_epoch() or 1, curves.last_event_per_step(run.events_of_kind("progress"))
+    per_epoch, progress = run.steps_per_epoch() or 1, run_details.last_event_per_step(run.events_of_kind("progress"))
     last_losses = [event["loss"] for event in progress if event["step"] > run.summary["steps"] - per_epoch]
     return (
         (float(np.mean(last_losses)), float(finite_losses.mean()))
@@ -161,7 +163,7 @@ def _epoch_losses(run: RunData) -> tuple[float | None, float | None]:
 
 
 def _validation_scores(run: RunData, name: str) -> list[tuple[int, float]]:
-    evaluations = curves.last_event_per_step(
+    evaluations = run_details.last_event_per_step(
         [event for event in run.events_of_kind("evaluated") if event["split"] == "valid"]
     )
     return [(event["step"], float(event["scores"][name])) for event in evaluations if name in event["scores"]]
@@ -177,22 +179,10 @@ def _top_quarantine_reason(run: RunData) -> str:
 
 def _find_weak_slice(run: RunData) -> WeakSlice | None:
     """Find the worst slice that is significantly worse than all rows."""
-    if run.scores is None or not run.scores["rows"]:
+    if not (worse := answers.worse_slices(run)):
         return None
-    headline = slices.measure_headline(run.scores)
-    score_slices = slices.drop_empty_slices(run, slices.list_slices(run.scores))
-    worse = next(
-        (
-            score_slice
-            for score_slice, verdict in zip(score_slices, slices.judge_slices(score_slices, headline), strict=True)
-            if verdict == "worse"
-        ),
-        None,
-    )
-    if worse is None:
-        return None
-    column, _, value = worse.name.partition(": ")
-    return WeakSlice(column, value, worse.rows, worse.value)
+    column, _, value = worse[0].name.partition(": ")
+    return WeakSlice(column, value, worse[0].rows, worse[0].value)
 
 
 def label_tables(run: RunData) -> list[tuple[str, Mapping[str, Any]]]:

@@ -6,8 +6,9 @@ from typing import Any
 from rtrain.metrics import per_class
 from rtrain.metrics.registry import get_metric
 from rtrain.report.collect import RunData
-from rtrain.report.drawing.blocks import Block, Note, Section, Table, Tile
-from rtrain.report.drawing.svg import (
+from rtrain.report.page import Block, Note, Section, Table, Tile
+from rtrain.report.sections import answers, next_steps, outputs
+from rtrain.report.svg import (
     format_duration,
     format_number,
     format_rate,
@@ -15,8 +16,6 @@ from rtrain.report.drawing.svg import (
     humanize_score_name,
     truncate,
 )
-from rtrain.report.outputs import entities
-from rtrain.report.sections import answers, next_steps, slices
 
 LINES_PER_KIND, HARDEST_ROWS = 3, 10
 """Lines per kind in the table of mistakes, and for the hardest rows."""
@@ -42,11 +41,8 @@ def _build_collapsed_notes(run: RunData) -> list[Block]:
     return [
         Note(
             f"The model answers “{truncate(entry['answer'], 60)}” to {entry['rows']:,} of {entry['total_rows']:,} "
-            "rows, "
-            "and to "
-            f"{entry['other_rows_with_answer']:,} of the {entry['other_rows']:,} whose right answer is another one: it "
-            "hardly tells rows "
-            "apart."
+            f"rows, and to {entry['other_rows_with_answer']:,} of the {entry['other_rows']:,} whose right answer is "
+            "another one: it hardly tells rows apart."
         )
         for entry in entries
     ]
@@ -55,16 +51,11 @@ def _build_collapsed_notes(run: RunData) -> list[Block]:
 def build_tiles(run: RunData) -> list[Tile]:
     """Headline figures: score, status, cost."""
     summary = run.summary
-    shown_tiles = [
-        Tile(f"{split} {name}", f"{value:.4f}", note) for split, name, value, note in _list_headlines(run)[:1]
-    ]
-    shown_tiles += [
-        Tile("status", summary["status"], f"{len(run.attempts)} start{'' if len(run.attempts) == 1 else 's'}"),
-        Tile(
-            "steps",
-            f"{summary['steps']:,}",
-            f"best: {summary['best_step'] if summary['best_step'] is not None else '-'}",
-        ),
+    starts, best = len(run.attempts), "-" if summary["best_step"] is None else summary["best_step"]
+    return [
+        *_build_score_tile(run),
+        Tile("status", summary["status"], f"{starts} start{'' if starts == 1 else 's'}"),
+        Tile("steps", f"{summary['steps']:,}", f"best: {best}"),
         Tile(
             "rows trained on",
             f"{summary['rows_seen']:,}",
@@ -77,7 +68,15 @@ def build_tiles(run: RunData) -> list[Tile]:
         ),
         Tile("restarts", str(summary["restarts"]), _describe_restarts(run)),
     ]
-    return shown_tiles
+
+
+def _build_score_tile(run: RunData) -> list[Tile]:
+    if (split := next_steps.headline_split(run)) is None:
+        return []
+    (label, sign), headline = _headline_name_and_sign(run), get_metric(run.output).headline
+    scores, ends = next_steps.best_metrics(run, split), _find_interval(run, split, headline, sign)
+    note = "95 % interval {:.3f} to {:.3f}".format(*ends) if ends else f"{scores.get('rows', 0):,} rows"
+    return [Tile(f"{answers.SPLIT_NAMES[split]} {label}", f"{sign * float(scores[headline]):.4f}", note)]
 
 
 def _describe_restarts(run: RunData) -> str:
@@ -98,8 +97,7 @@ def _format_intro(run: RunData) -> str:
         f"The recipe {recipe.name} fine-tunes the encoder {truncate(recipe.model.name, 60)} for {recipe.train.epochs} "
         f"epoch{'' if recipe.train.epochs == 1 else 's'} of {rows}, {recipe.global_batch_size} rows per step, on "
         f"{workers} worker{'' if workers == 1 else 's'}{device_text} in "
-        f"{run.summary['precision'] or recipe.train.precision}."
-        f"{''.join(strategy_text)}"
+        f"{run.summary['precision'] or recipe.train.precision}.{''.join(strategy_text)}"
     )
 
 
@@ -110,19 +108,6 @@ def _headline_name_and_sign(run: RunData) -> tuple[str, int]:
     """Return (display name of the headline, sign): -1 for a negated error."""
     name = get_metric(run.output).headline
     return humanize_score_name(name.removeprefix("neg_")), -1 if name.startswith("neg_") else 1
-
-
-def _list_headlines(run: RunData) -> list[tuple[str, str, float, str]]:
-    """List (split, score, value, its 95 % interval or its rows), the test rows first."""
-    (score_label, sign), headlines = _headline_name_and_sign(run), []
-    for split, name in answers.SPLIT_NAMES.items():
-        scores, headline = next_steps.best_metrics(run, split), get_metric(run.output).headline
-        if headline not in scores:
-            continue
-        ends = _find_interval(run, split, headline, sign)
-        note = "95 % interval {:.3f} to {:.3f}".format(*ends) if ends else f"{scores.get('rows', 0):,} rows"
-        headlines.append((name, score_label, sign * float(scores[headline]), note))
-    return headlines
 
 
 def _find_interval(run: RunData, split: str, headline: str, sign: int) -> tuple[float, float] | None:
@@ -160,7 +145,7 @@ def _build_score_table(run: RunData) -> Block:
             (name, other, f"{sign * value:.4f}", "-")
             for other, value in sorted(next_steps.list_baselines(run, split), key=lambda baseline: -baseline[1])
         ]
-    if not rows:
+    if (title_split := next_steps.headline_split(run)) is None:
         return Note("There is no score yet: the run has no evaluation.")
     direction = "smaller is better" if sign < 0 else "larger is better"
     note = f"The headline score ({direction}). The validation rows choose the weights; the test rows do not."
@@ -174,21 +159,22 @@ def _build_score_table(run: RunData) -> Block:
             else ""
         )
     return Table(
-        _format_verdict(run, score_label, sign), ("rows", "model", score_label, "95 % interval"), rows, note, wide=True
+        _format_verdict(run, title_split, score_label, sign),
+        ("rows", "model", score_label, "95 % interval"),
+        rows,
+        note,
+        wide=True,
     )
 
 
-def _format_verdict(run: RunData, score_label: str, sign: int) -> str:
-    split, _, value, _ = _list_headlines(run)[0]
-    key = next(key for key, name in answers.SPLIT_NAMES.items() if name == split)
-    title, comparison = (
-        f"{split.capitalize()} {score_label} {format_significant(value)}",
-        next_steps.compare_with_baseline(run, key),
-    )
+def _format_verdict(run: RunData, split: str, score_label: str, sign: int) -> str:
+    value = sign * float(next_steps.best_metrics(run, split)[get_metric(run.output).headline])
+    title = f"{answers.SPLIT_NAMES[split].capitalize()} {score_label} {format_significant(value)}"
+    comparison = next_steps.compare_with_baseline(run, split)
     if comparison is None:
         return title
     relation = {True: "ahead of", False: "NOT ahead of", None: "not significantly different from"}[comparison.is_ahead]
-    is_sample = next_steps.scores_on_baseline_rows(run, key) is not next_steps.find_scores(run, key)
+    is_sample = next_steps.scores_on_baseline_rows(run, split) is not next_steps.find_scores(run, split)
     sample_text = f", {format_significant(sign * comparison.score)} of the model on the same rows" if is_sample else ""
     return (
         f"{title}, {relation} the best baseline ({comparison.baseline_name}: "
@@ -216,15 +202,7 @@ def _build_mistake_table(run: RunData) -> list[Block]:
 def _worst_slices(run: RunData) -> list[tuple[str, str, str]]:
     if run.scores is None or not run.scores["rows"]:
         return []
-    headline, score_slices = (
-        slices.measure_headline(run.scores),
-        slices.drop_empty_slices(run, slices.list_slices(run.scores)),
-    )
-    worse = [
-        score_slice
-        for score_slice, verdict in zip(score_slices, slices.judge_slices(score_slices, headline), strict=True)
-        if verdict == "worse"
-    ]
+    headline = answers.measure_headline(run.scores)
     return [
         (
             "slice",
@@ -232,7 +210,7 @@ def _worst_slices(run: RunData) -> list[tuple[str, str, str]]:
             f"{headline.name} {format_significant(score_slice.value)} on {score_slice.rows:,} rows, "
             f"{format_significant(headline.overall_value)} on all",
         )
-        for score_slice in worse[:LINES_PER_KIND]
+        for score_slice in answers.worse_slices(run)[:LINES_PER_KIND]
     ]
 
 
@@ -306,7 +284,7 @@ def _describe_mistake(run: RunData, row: int) -> str:
     if run.output in ("tokens", "summary"):
         return loss
     if run.output == "tags":
-        answer_texts = [entities.describe_entities(side[row]) for side in (answer_rows.target, answer_rows.prediction)]
+        answer_texts = [outputs.describe_entities(side[row]) for side in (answer_rows.target, answer_rows.prediction)]
     else:
         answer_texts = [_format_answer(side[row]) for side in (answer_rows.target, answer_rows.prediction)]
     return f"{truncate(answer_texts[0], 80)} predicted as {truncate(answer_texts[1], 80)}, {loss}"

@@ -1,7 +1,11 @@
-"""Facts about a run, from its settings, log and folder in any state."""
+"""Facts about a run, from its settings, log and folder in any state; the parts of its folder and their bytes."""
 
 import fcntl
 import json
+import os
+import re
+import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -11,11 +15,11 @@ from typing import Any
 import yaml
 
 from rtrain.config.recipe import TASKS
+from rtrain.core.events import ROW_EVENTS
 from rtrain.core.run_folder import ARTIFACT_FILE, Run
 from rtrain.metrics.registry import get_metric, split_sign
 from rtrain.report import summary
 from rtrain.report.summary import LATE_EVENTS
-from rtrain.runs.store import disk_usage
 from rtrain.tasks import base
 
 Event = dict[str, Any]
@@ -24,11 +28,24 @@ KIND_PREFIX_BYTES = 64
 """The kind is in these first bytes of a line, after the time."""
 MAX_TIME = 1e11
 """Seconds since 1970 (year 5138): a larger time is damaged."""
-ROW_EVENTS = (
-    *("tokens_reused", "strategy", "vocabulary", "quarantined_rows"),
-    *("unlabeled", "head", "labels", "overlap", "texts", "conflicts"),
+CHECKPOINTS, ARTIFACTS, RAY, LEFTOVERS, TRIALS, RUN_RECORDS, WHEELS, OTHER_FILES = (
+    *("checkpoints", "artifacts", "Ray files", "leftovers", "trials", "record", "wheels", "other files"),
 )
-"""Events that every preparation logs (`rtrain.runs.prepare.ROW_EVENTS`), without `tokenized`."""
+"""Parts of a run folder. `leftovers`: drafts of killed processes; `record`: settings, log, scores, predictions, report;
+`trials`: trials, and a trial's predictions at rungs; `wheels`: from an import; `other files`: not rtrain's."""
+RECORD_PATTERN = re.compile(
+    r"config\.yaml|events\.jsonl|decisions\.json|summary\.json|report\.html|baselines\.json|trials\.jsonl|demo\.json"
+    r"|best\.yaml|search\.html|study\.(json|html)|mlflow\.json|lock|stop_request|placement_group|\.stop_slots"
+    r"|profile-\d+\.json"
+    r"|scores-\w+\.json|predictions-[\w.-]+\.parquet|hang-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
+)
+TEXT_RECORD_PATTERN = re.compile(r"predictions-[\w.-]+\.parquet|report\.html")
+"""Records with the texts of rows."""
+DRAFT_PATTERN = re.compile(
+    r"\.(?P<name>.+)\.(?:[0-9a-f]{8}|old)|\..+\.draft|\.predictions-[\w.-]+|(?:decisions|config)\.draft"
+)
+INACTIVE_S = 3600
+"""Seconds without a write after which a draft counts as abandoned: `rtrain quantize` writes without a lock."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +84,7 @@ class RunInfo:
     trimmed_model: Path | None = None
     """Its model, if the vocabulary was trimmed."""
     bytes_by_part: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by part (`rtrain.runs.store.disk_usage`); those of a search include its trials."""
+    """Bytes by part (`rtrain.runs.store.run_info`); those of a search include its trials."""
     winner: str | None = None
     """Name of a search's winner."""
     trials: tuple["RunInfo", ...] = ()
@@ -136,19 +153,17 @@ class RunInfo:
 
 def read_run(run: Run, name: str, kind: str = "run") -> RunInfo:
     """Read a run folder. Damaged content raises no error: the status is `damaged`."""
-    bytes_by_part = disk_usage.bytes_by_part(run)
+    parts = bytes_by_part(run)
     try:
         # The safe loader in C is seven times as fast as the one in Python: there may be hundreds of runs.
         settings = yaml.load(run.config.read_bytes(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         settings = None
     if not isinstance(settings, dict):
-        return RunInfo(
-            run, name, kind, "damaged", bytes_by_part=bytes_by_part, problem="its config.yaml cannot be read"
-        )
+        return RunInfo(run, name, kind, "damaged", bytes_by_part=parts, problem="its config.yaml cannot be read")
     events = read_events(run.log)
     # A further preparation of a finished run logs events about its rows, but no training.
-    training_events = [event for event in events if event["kind"] not in (*LATE_EVENTS, *ROW_EVENTS)]
+    training_events = [event for event in events if event["kind"] not in (*LATE_EVENTS, *ROW_EVENTS[1:])]
     stores = [event["store"] for event in events if isinstance(event.get("store"), str)]
     created = next((event for event in events if event["kind"] == "created"), None)
     trimmed_models = [event["model"] for event in events if event["kind"] == "vocabulary" and "model" in event]
@@ -165,7 +180,7 @@ def read_run(run: Run, name: str, kind: str = "run") -> RunInfo:
         seconds=training_events[-1]["time"] - started_at if started_at is not None else None,
         store=Path(stores[-1]) if stores else None,
         trimmed_model=Path(trimmed_models[-1]) if trimmed_models else None,
-        bytes_by_part=bytes_by_part,
+        bytes_by_part=parts,
         winner=run.trial(winner_number).name if isinstance(winner_number, int) and winner_number >= 0 else None,
         problem=None if events or kind == "search" or not run.is_finished else "its log is missing or unreadable",
         kept_by_clean=_text_or_none(
@@ -250,7 +265,6 @@ def read_events(log: Path) -> list[Event]:
     """Return the events of a log in order, with the newest `progress` event only. Invalid lines are skipped.
 
     A log of a million steps takes a second; parsing all of its lines would take ten.
-
     """
     try:
         lines = log.read_bytes().split(b"\n")
@@ -281,7 +295,6 @@ def run_status(run: Run, log: list[Event]) -> str:
     """Return one of `rtrain.report.summary.STATUSES`, `running`, or `new` without an attempt.
 
     A run without an end in its log and without a lock was killed: it is `interrupted`.
-
     """
     logged_status = summary.run_status(log)
     if logged_status != "running":
@@ -302,3 +315,95 @@ def is_locked(run: Run) -> bool:
     except OSError:
         return False
     return False
+
+
+# ----------------------------------------------------------------------------- parts of a run folder, and their bytes
+
+
+def bytes_by_part(run: Run) -> dict[str, int]:
+    """Return a run's bytes by part."""
+    totals: Counter[str] = Counter()
+    for path in list_folder(run.folder):
+        totals[find_part(run, path)] += measure_bytes(path)
+    return dict(totals)
+
+
+def find_part(run: Run, path: Path) -> str:
+    """Return the part of a file or folder directly in the run folder."""
+    if path.name in (run.checkpoints.name, run.ray_storage.name):
+        return CHECKPOINTS if path == run.checkpoints else RAY
+    if is_draft(path):
+        return LEFTOVERS
+    if path.is_dir():
+        if path in (run.artifact, run.int8_artifact) or (path / ARTIFACT_FILE).is_file():
+            return ARTIFACTS
+        if path.name == WHEELS and {item.suffix for item in list_folder(path)} == {".whl"}:
+            return WHEELS
+        return TRIALS if re.fullmatch(r"trial-\d+|rungs", path.name) else OTHER_FILES
+    return RUN_RECORDS if RECORD_PATTERN.fullmatch(path.name) else OTHER_FILES
+
+
+def list_foreign_files(run: Run) -> list[Path]:
+    """Return paths directly in the run folder that rtrain did not write."""
+    return [path for path in list_folder(run.folder) if find_part(run, path) == OTHER_FILES]
+
+
+def is_draft(path: Path) -> bool:
+    """Return whether the path is a draft, which rtrain renames when it is written. An `.old` copy whose successor is
+    missing is not: it is the last copy."""
+    match = DRAFT_PATTERN.fullmatch(path.name)
+    is_last_copy = match and path.name.endswith(".old") and not path.with_name(match["name"] or "").exists()
+    return match is not None and not is_last_copy
+
+
+def find_leftovers(run: Run) -> list[Path]:
+    """Return the abandoned drafts in the run folder and among its checkpoints."""
+    drafts = [path for path in list_folder(run.folder) if is_draft(path)]
+    drafts += [path for path in list_folder(run.checkpoints) if path.name.startswith(".step-")]
+    return [path for path in drafts if is_inactive(path)]
+
+
+def is_inactive(path: Path, now: float | None = None) -> bool:
+    """Return whether no file was written for `INACTIVE_S`."""
+    moment = time.time() if now is None else now
+    try:
+        paths = [path, *path.rglob("*")] if path.is_dir() else [path]
+        return moment - max(path.lstat().st_mtime for path in paths) > INACTIVE_S
+    except OSError:
+        return False  # it appears or vanishes meanwhile
+
+
+def list_folder(folder: Path) -> list[Path]:
+    """Return the sorted paths in a folder; none if it is missing or unreadable."""
+    try:
+        return sorted(folder.iterdir())
+    except OSError:
+        return []
+
+
+def measure_bytes(path: Path) -> int:
+    """Return the bytes of a file or folder. Links are not followed; vanished files count 0."""
+    try:
+        if path.is_symlink() or not path.is_dir():
+            return path.lstat().st_size
+        with os.scandir(path) as entries:
+            return sum(_entry_bytes(entry) for entry in entries)
+    except OSError:
+        return 0
+
+
+def _entry_bytes(entry: os.DirEntry[str]) -> int:
+    return (
+        measure_bytes(Path(entry.path))
+        if entry.is_dir(follow_symlinks=False)
+        else entry.stat(follow_symlinks=False).st_size
+    )
+
+
+def format_bytes(size: float) -> str:
+    """Format bytes: 934 B, 12 kB, 4.6 GB; decimal units."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if size < 999.5:
+            return f"{size:.0f} {unit}" if unit == "B" or size >= 9.95 else f"{size:.1f} {unit}"
+        size /= 1000
+    return f"{size:.1f} TB"

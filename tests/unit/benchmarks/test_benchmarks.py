@@ -1,6 +1,7 @@
 """How published sets are read, which commands are run on them, the floors, and the file of results."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,15 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from benchmarks import floors, sets, tasks
+from benchmarks import floors, sets, tasks, train
+from benchmarks.compress import __main__ as compress
+from benchmarks.gpu import __main__ as gpu
 from benchmarks.results import Keep, PartResult, Results
+from benchmarks.search import __main__ as search
+from benchmarks.serve import __main__ as serve
 from rtrain import config
 from rtrain.cli.options import SETTINGS_BY_OPTION
-from rtrain.data import row_reader
-from rtrain.data.sources import find
+from rtrain.data import row_reader, sources
 
 
 def rows_of(arguments: list[str]) -> list[dict[str, Any]]:
@@ -88,7 +92,7 @@ def test_the_last_tweets_choose_and_none_is_lost(tmp_path: Path) -> None:
     sets.twitter(tmp_path, tmp_path / "work")
     result = {}
     for split in ("train", "valid"):
-        piece = find.SourceFile(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
+        piece = sources.SourceFile(str(tmp_path / "work" / f"{split}.conll"), "conll", split)
         recipe = config.load_config("entities", {"data.path": piece.uri}).recipe
         result[split] = [record.text for record in row_reader.read_rows(piece, recipe.data)]
     assert result["valid"] == ["h2", "h3"]
@@ -222,3 +226,21 @@ def test_what_a_part_knew_is_kept_where_it_breaks_off(tmp_path: Path) -> None:
         Results(tmp_path / "figures.json").measure("speed", broken)
     part = json.loads((tmp_path / "figures.json").read_text())["speed"]
     assert (part["rounds"], part["unfinished"]) == ([1, 2], True)
+
+
+@pytest.mark.parametrize(
+    ("parse", "wrong"),
+    [
+        *((train.parse, wrong) for wrong in ("", "data --rows 6", "data --rounds 0", "data --only no")),
+        *((search.parse, wrong) for wrong in ("", "data --only gains", "data --rows 10", "data --searches 0")),
+        *((compress.parse, wrong) for wrong in ("", "data --only speed", "data --epochs 0")),
+        *(
+            (serve.parse, f"student parent {wrong}")
+            for wrong in ("--only no", "--rounds 0", "--seconds 0", "--minutes 0")
+        ),
+        (gpu.parse, "a-folder-that-was-not-prepared"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(parse: Callable[[list[str]], object], wrong: str) -> None:
+    with pytest.raises(SystemExit):
+        parse(wrong.split())

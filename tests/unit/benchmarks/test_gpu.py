@@ -115,11 +115,6 @@ def test_a_section_is_cut_off_when_the_minutes_are_over(data_folder: Path, tmp_p
 # ------------------------------------------------------------------------------------------------------- pure parts
 
 
-def test_a_folder_that_was_not_prepared_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        command.parse([str(tmp_path)])
-
-
 def test_a_line_is_met_by_its_worst_round_and_nan_is_never(tmp_path: Path) -> None:
     gpu_report = report.Report(tmp_path / "a.jsonl", "a")
     gpu_report.line("ratio", values=[1.1, 1.3, 1.6], floor=1.2, goal=1.25)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.search import __main__ as command, commands, figures, parts
+from benchmarks.search import commands, figures, parts
 from benchmarks.search.figures import FinishedSearch, Trained
 from rtrain import config
 from rtrain.core.run_folder import Run
@@ -127,14 +127,6 @@ def test_a_command_that_fails_leaves_its_output(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         commands.run(["recipes", "show", "no-such-recipe"], tmp_path / "log")
     assert "no-such-recipe" in (tmp_path / "log").read_text()
-
-
-@pytest.mark.parametrize(
-    "wrong", [[], ["data", "--only", "gains"], ["data", "--rows", "10"], ["data", "--searches", "0"]]
-)
-def test_what_the_command_line_cannot_do_is_refused(wrong: list[str]) -> None:
-    with pytest.raises(SystemExit):
-        command.parse(wrong)
 
 
 def test_rows_are_the_same_in_each_call(tmp_path: Path) -> None:

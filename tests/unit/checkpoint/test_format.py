@@ -10,7 +10,15 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rtrain.checkpoint import format as checkpoint_format
-from rtrain.checkpoint.format import CheckpointState
+from rtrain.checkpoint.format import (
+    CheckpointState,
+    Snapshot,
+    checkpoint_path,
+    find_latest,
+    list_steps,
+    load_checkpoint,
+    write_checkpoint,
+)
 from rtrain.config import OptimConfig
 from rtrain.core import manifest
 from rtrain.trainer import optimizers
@@ -43,7 +51,7 @@ def saved(folder: Path, *updates: int) -> None:
     optimizer = optimizers.build_optimizer(network, OptimConfig())
     train(network, optimizer, 1)
     for update in updates:
-        checkpoint_format.save_checkpoint(folder, network, optimizer, CheckpointState(update, "00", None, None, RUN))
+        write_checkpoint(folder, Snapshot.capture(network, optimizer, CheckpointState(update, "00", None, None, RUN)))
 
 
 def names(folder: Path) -> list[str]:
@@ -66,13 +74,13 @@ def without_state(path: Path, *parameters: str) -> None:
 def test_a_checkpoint_without_optimizer_state_is_refused(tmp_path: Path, lost: list[str]) -> None:
     """Its manifest is in order: it would load, and train on as another run."""
     saved(tmp_path, 1)
-    path = checkpoint_format.checkpoint_path(tmp_path, 1)
+    path = checkpoint_path(tmp_path, 1)
     without_state(path, *lost)
-    assert checkpoint_format.find_latest(tmp_path, RUN) == 1
+    assert find_latest(tmp_path, RUN) == 1
     network = make_network()
     with pytest.raises(checkpoint_format.IncompleteCheckpointError):
-        checkpoint_format.load_checkpoint(path, network, optimizers.build_optimizer(network, OptimConfig()))
-    checkpoint_format.load_checkpoint(path, network)  # weights alone are wanted where a best checkpoint is exported
+        load_checkpoint(path, network, optimizers.build_optimizer(network, OptimConfig()))
+    load_checkpoint(path, network)  # weights alone are wanted where a best checkpoint is exported
 
 
 def test_a_parameter_that_never_had_a_gradient_resumes_without_state(tmp_path: Path) -> None:
@@ -80,10 +88,10 @@ def test_a_parameter_that_never_had_a_gradient_resumes_without_state(tmp_path: P
     optimizer = optimizers.build_optimizer(network, OptimConfig())
     network.get_submodule("0")(torch.ones(2, 3)).sum().backward()
     optimizer.step()
-    path = checkpoint_format.save_checkpoint(tmp_path, network, optimizer, STATE)
+    path = write_checkpoint(tmp_path, Snapshot.capture(network, optimizer, STATE))
     other = make_network(seed=1)
     restored = optimizers.build_optimizer(other, OptimConfig())
-    checkpoint_format.load_checkpoint(path, other, restored)
+    load_checkpoint(path, other, restored)
     assert len(restored.state) == len(optimizer.state) == 2
 
 
@@ -92,12 +100,12 @@ def test_weights_optimizer_and_state_come_back_exactly(tmp_path: Path) -> None:
     optimizer = optimizers.build_optimizer(network, OptimConfig(lr=0.01))
     train(network, optimizer, 3)
     state = CheckpointState(step=3, ledger="cd" * 32, best_step=2, best_score=0.1 + 0.2)
-    path = checkpoint_format.save_checkpoint(tmp_path, network, optimizer, state)
+    path = write_checkpoint(tmp_path, Snapshot.capture(network, optimizer, state))
 
     other = make_network(seed=9)
     fresh = optimizers.build_optimizer(other, OptimConfig(lr=0.01))
     assert not equal(other.state_dict(), network.state_dict())
-    assert checkpoint_format.load_checkpoint(path, other, fresh) == state
+    assert load_checkpoint(path, other, fresh) == state
     assert equal(other.state_dict(), network.state_dict())
     for one, two in zip(network.parameters(), other.parameters(), strict=True):
         assert set(optimizer.state[one]) == {"step", "exp_avg", "exp_avg_sq"}
@@ -133,11 +141,11 @@ def test_tensors_that_share_memory_or_are_turned_are_saved(tmp_path: Path) -> No
     network = torch.nn.Linear(3, 4)
     network.weight = torch.nn.Parameter(torch.arange(12.0).reshape(3, 4).T)
     assert not network.weight.is_contiguous()
-    path = checkpoint_format.save_checkpoint(
-        tmp_path, network, optimizers.build_optimizer(network, OptimConfig()), STATE
+    path = write_checkpoint(
+        tmp_path, Snapshot.capture(network, optimizers.build_optimizer(network, OptimConfig()), STATE)
     )
     other = torch.nn.Linear(3, 4)
-    checkpoint_format.load_checkpoint(path, other)
+    load_checkpoint(path, other)
     assert torch.equal(other.weight, network.weight)
 
 
@@ -148,7 +156,7 @@ def test_an_incomplete_folder_of_the_name_is_replaced(tmp_path: Path) -> None:
     saved(tmp_path, 4)
     (tmp_path / "step-00000004" / "MANIFEST.json").unlink()
     (tmp_path / "step-00000004" / "stray").touch()
-    assert checkpoint_format.list_steps(tmp_path) == []
+    assert list_steps(tmp_path) == []
     saved(tmp_path, 4)
     assert names(tmp_path / "step-00000004") == FILES
 
@@ -158,8 +166,8 @@ def test_an_incomplete_folder_of_the_name_is_replaced(tmp_path: Path) -> None:
 
 def test_the_newest_is_selected_by_number(tmp_path: Path) -> None:
     saved(tmp_path, 9, 10, 100_000_000, 2)
-    assert checkpoint_format.list_steps(tmp_path) == [2, 9, 10, 100_000_000]
-    assert checkpoint_format.find_latest(tmp_path, RUN) == 100_000_000
+    assert list_steps(tmp_path) == [2, 9, 10, 100_000_000]
+    assert find_latest(tmp_path, RUN) == 100_000_000
 
 
 # ------------------------------------------------------------------------------------------------------------ manifest

@@ -18,7 +18,14 @@ from typing import Any
 
 import pytest
 
-from rtrain.checkpoint import format as checkpoint_format
+from rtrain.checkpoint.format import (
+    CHECKPOINT_FILES,
+    CheckpointState,
+    checkpoint_path,
+    find_latest,
+    load_checkpoint,
+    remove_drafts,
+)
 from tests.support.root import ROOT
 
 SAVES = 3
@@ -94,7 +101,7 @@ def saves(folder: Path, target: int | None) -> None:
         for update in range(1, SAVES + 1):
             points.names.append(f"update {update}")
             train(network, optimizer, 1)
-            saver.save(network, optimizer, checkpoint_format.CheckpointState(update, f"{update:02d}", None, None, RUN))
+            saver.save(network, optimizer, CheckpointState(update, f"{update:02d}", None, None, RUN))
             saver.flush()
     (folder / POINTS).write_bytes(json.dumps(points.names).encode())
 
@@ -158,12 +165,12 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
 
 def test_the_points_are_every_boundary_of_a_save(killed: Killed) -> None:
     last = killed.points[killed.points.index(f"update {SAVES}") + 1 :]
-    files = [*checkpoint_format.CHECKPOINT_FILES, "MANIFEST.json"]
+    files = [*CHECKPOINT_FILES, "MANIFEST.json"]
     draft, final = f".step-{SAVES:08d}", f"step-{SAVES:08d}"
     synced = [f"after fsync {name}" for name in files]
     order = [
         f"after mkdir {draft}",
-        *(f"{part} of {name}" for name in checkpoint_format.CHECKPOINT_FILES for part in ("half", "all")),
+        *(f"{part} of {name}" for name in CHECKPOINT_FILES for part in ("half", "all")),
         *synced[:-1],
         "half of MANIFEST.json",  # nothing that it records may be lost when it is there
         synced[-1],
@@ -197,17 +204,17 @@ def test_after_a_kill_at_any_point_the_newest_whole_checkpoint_loads(killed: Kil
         committed = [update for update in range(1, SAVES + 1) if f"after rename {renamed(update)}" in at]
         newest = max(committed, default=None)
         left_over += any(name.startswith(".") for name in (names(folder) if folder.is_dir() else []))
-        checkpoint_format.remove_drafts(folder)
-        assert checkpoint_format.find_latest(folder, RUN) == newest, killed.points[target]
+        remove_drafts(folder)
+        assert find_latest(folder, RUN) == newest, killed.points[target]
         found = make_network(seed=9)
         restored = optimizers.build_optimizer(found, OptimConfig(lr=0.01))
         if newest is not None:
-            checkpoint_format.load_checkpoint(checkpoint_format.checkpoint_path(folder, newest), found, restored)
+            load_checkpoint(checkpoint_path(folder, newest), found, restored)
             assert equal(found.state_dict(), weights[newest]), killed.points[target]
             train(found, restored, 1)
         with CheckpointSaver(folder, KEEP) as saver:
-            saver.save(found, restored, checkpoint_format.CheckpointState(9, "09", None, None, RUN))
-        assert checkpoint_format.find_latest(folder, RUN) == 9
+            saver.save(found, restored, CheckpointState(9, "09", None, None, RUN))
+        assert find_latest(folder, RUN) == 9
         assert names(folder) == ["step-00000009"]  # no draft, and nothing was damaged
         shutil.rmtree(folder.parent)
     assert left_over >= 30

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from rtrain.checkpoint import format as checkpoint_format, loss_scale
-from rtrain.checkpoint.loss_scale import LossScale
+from rtrain.checkpoint import format as checkpoint_format
+from rtrain.checkpoint.format import INITIAL_SCALE, MAX_CONSECUTIVE_OVERFLOWS, MAX_SCALE, MIN_SCALE, LossScale
 from rtrain.config import DistillConfig, OptimConfig
 from rtrain.core.ragged import Head, TokenBatch
 from rtrain.parallel.base import Strategy
@@ -42,8 +42,8 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_rules_are_those_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", GROWS)
-    scaler = torch.amp.GradScaler("cpu", init_scale=loss_scale.INITIAL_SCALE, growth_interval=GROWS)
+    monkeypatch.setattr(checkpoint_format, "GROWTH_INTERVAL", GROWS)
+    scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, growth_interval=GROWS)
     weight = torch.nn.Parameter(torch.zeros(2))
     optimizer, found, draw = torch.optim.SGD([weight], lr=1.0), LossScale(), random.Random(0)
     seen = set()
@@ -58,18 +58,18 @@ def test_the_rules_are_those_of_torch_s_scaler(monkeypatch: pytest.MonkeyPatch) 
         assert (found.value, found.finite_steps) == (scaler.get_scale(), scaler._get_growth_tracker())
         seen.add(found.value)
     assert len(seen) > 5
-    assert loss_scale.MIN_SCALE < min(seen) < max(seen) < loss_scale.MAX_SCALE
+    assert MIN_SCALE < min(seen) < max(seen) < MAX_SCALE
 
 
 def test_a_scale_is_given_up_after_so_many_infinite_gradients_or_so_small_a_one() -> None:
     scale = LossScale()
-    for _ in range(loss_scale.MAX_CONSECUTIVE_OVERFLOWS - 1):
+    for _ in range(MAX_CONSECUTIVE_OVERFLOWS - 1):
         scale = scale.next_scale(is_finite=False)
     assert not scale.is_exhausted
     assert scale.next_scale(is_finite=False).is_exhausted
     assert not scale.next_scale(is_finite=True).next_scale(is_finite=False).is_exhausted  # counted in a row
-    assert not LossScale(loss_scale.MIN_SCALE).is_exhausted
-    assert LossScale(loss_scale.MIN_SCALE).next_scale(is_finite=False).is_exhausted
+    assert not LossScale(MIN_SCALE).is_exhausted
+    assert LossScale(MIN_SCALE).next_scale(is_finite=False).is_exhausted
 
 
 # ---------------------------------------------------------------------------------------------------------------- step
@@ -85,17 +85,9 @@ def scaled(
         def on_gradient(self, exchange: Strategy) -> None:
             seen.update(gradients(exchange.module))
 
-    done = step.run_step(
-        DDPStrategy(network),
-        optimizer,
-        LOSS,
-        passes,
-        pad_id=0,
-        precision=precision,
-        scale=scale,
-        max_grad_norm=clip_norm,
-        observer=Looks(),
-    )
+    done = step.StepRunner(
+        DDPStrategy(network), optimizer, LOSS, pad_id=0, precision=precision, max_grad_norm=clip_norm, observer=Looks()
+    ).run_step(passes, scale=scale)
     assert clip_norm or distance(gradients(network), seen) == 0.0
     return done, gradients(network)
 
@@ -121,11 +113,11 @@ class Tiny(losses.RunLoss):
 def test_without_a_scale_small_gradients_would_vanish_in_fp16(encoder: Path) -> None:
     network = make_network(encoder).float()
     lengths = []
-    for scale in (None, loss_scale.INITIAL_SCALE):
+    for scale in (None, INITIAL_SCALE):
         optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
         loss = Tiny(TASK, DistillConfig(), Head())
-        done = step.run_step(
-            DDPStrategy(network), optimizer, loss, [make_rows(13)], pad_id=0, precision="fp16", scale=scale
+        done = step.StepRunner(DDPStrategy(network), optimizer, loss, pad_id=0, precision="fp16").run_step(
+            [make_rows(13)], scale=scale
         )
         lengths.append(done.gradient_norm)
     exact = norm(scaled(network, None)[1]) * 1e-8
@@ -141,8 +133,8 @@ def test_an_infinite_gradient_trains_nothing(encoder: Path, name: Any) -> None:
     rows = [make_rows(7)]
 
     def update(scale: float) -> step.StepResult:
-        return step.run_step(
-            exchange, optimizer, LOSS, rows, pad_id=0, precision="fp16", scale=scale, max_grad_norm=1.0
+        return step.StepRunner(exchange, optimizer, LOSS, pad_id=0, precision="fp16", max_grad_norm=1.0).run_step(
+            rows, scale=scale
         )
 
     def everything() -> list[torch.Tensor]:
@@ -154,7 +146,7 @@ def test_an_infinite_gradient_trains_nothing(encoder: Path, name: Any) -> None:
         skipped = update(2.0**40)
         assert (skipped.is_skipped, skipped.rows) == (True, 7)
         assert all(torch.equal(one, other) for one, other in zip(everything(), before, strict=True))
-        done = update(loss_scale.INITIAL_SCALE)
+        done = update(INITIAL_SCALE)
         assert not done.is_skipped
         assert 0 < done.gradient_norm < 100
     assert all(bool(torch.isfinite(value).all()) for value in everything())
@@ -178,18 +170,18 @@ def test_what_is_infinite_on_one_worker_is_skipped_on_all(world: int) -> None:
 
 def overflowing(monkeypatch: pytest.MonkeyPatch, *updates: int, most: float = 2.0**14) -> None:
     """In these updates (by the order of their first tries in a process) a scale above `most` is too large."""
-    whole, seen = step.run_step, list[int]()
+    whole, seen = step.StepRunner.run_step, list[int]()
 
     def run_update(
-        exchange: DDPStrategy, *rest: Any, scale: float, expected_row_sum: int, **named: Any
+        runner: step.StepRunner, *rest: Any, scale: float, expected_row_sum: int, **named: Any
     ) -> step.StepResult:
         if expected_row_sum not in seen:
             seen.append(expected_row_sum)
         if seen.index(expected_row_sum) in updates and scale > most:
             scale *= 2.0**60
-        return whole(exchange, *rest, scale=scale, expected_row_sum=expected_row_sum, **named)
+        return whole(runner, *rest, scale=scale, expected_row_sum=expected_row_sum, **named)
 
-    monkeypatch.setattr(step, "run_step", run_update)
+    monkeypatch.setattr(step.StepRunner, "run_step", run_update)
 
 
 def test_an_update_is_done_again_with_half_the_scale(
@@ -212,7 +204,7 @@ def test_an_update_is_done_again_with_half_the_scale(
 def test_a_killed_run_in_fp16_resumes_to_the_undisturbed_run_bit_for_bit(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loss_scale, "GROWTH_INTERVAL", 3)
+    monkeypatch.setattr(checkpoint_format, "GROWTH_INTERVAL", 3)
     with monkeypatch.context() as during:
         overflowing(during, 1)
         straight = start(ground, tmp_path / "straight", precision="fp16", save_every=1)

@@ -10,8 +10,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from rtrain.checkpoint import format as checkpoint_format
-from rtrain.checkpoint.format import CheckpointState
+from rtrain.checkpoint.format import CheckpointState, checkpoint_path, find_latest, list_steps, load_checkpoint
 from rtrain.checkpoint.remote_copy import RemoteCopy
 from rtrain.checkpoint.saver import CheckpointSaver, CheckpointWriteError
 from rtrain.config import OptimConfig
@@ -19,17 +18,16 @@ from rtrain.core import manifest
 from rtrain.trainer import optimizers
 from tests.unit.checkpoint.test_format import RUN, equal, make_network, names, train
 
-
-@pytest.fixture
-def network() -> torch.nn.Module:
-    return make_network()
+Model = tuple[torch.nn.Module, torch.optim.Optimizer]
 
 
 @pytest.fixture
-def optimizer(network: torch.nn.Module) -> torch.optim.Optimizer:
-    made = optimizers.build_optimizer(network, OptimConfig(lr=0.01))
-    train(network, made, 1)
-    return made
+def model() -> Model:
+    """A network and its optimizer, which has begun."""
+    network = make_network()
+    optimizer = optimizers.build_optimizer(network, OptimConfig(lr=0.01))
+    train(network, optimizer, 1)
+    return network, optimizer
 
 
 @pytest.fixture
@@ -63,66 +61,61 @@ def copied(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # ------------------------------------------------------------------------------------------------------ the background
 
 
-def test_training_goes_on_while_a_checkpoint_is_written(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: threading.Event
-) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(tmp_path: Path, model: Model, disk: threading.Event) -> None:
+    network, optimizer = model
     with CheckpointSaver(tmp_path, keep_checkpoints=2) as saver:
-        saver.save(network, optimizer, state(1))
+        saver.save(*model, state(1))
         weights = copied(network.state_dict())
         moments = [copied(optimizer.state[parameter]) for parameter in network.parameters()]
         train(network, optimizer, 2)
         assert not equal(network.state_dict(), weights)
-        assert checkpoint_format.list_steps(tmp_path) == []
+        assert list_steps(tmp_path) == []
         disk.set()
         saver.flush()
-    assert checkpoint_format.find_latest(tmp_path, RUN) == 1
+    assert find_latest(tmp_path, RUN) == 1
     assert names(tmp_path) == ["step-00000001"]
     other = make_network(seed=9)
     restored = optimizers.build_optimizer(other, OptimConfig())
-    assert checkpoint_format.load_checkpoint(checkpoint_format.checkpoint_path(tmp_path, 1), other, restored) == state(
-        1
-    )
+    assert load_checkpoint(checkpoint_path(tmp_path, 1), other, restored) == state(1)
     assert equal(other.state_dict(), weights)
     for parameter, known in zip(other.parameters(), moments, strict=True):
         assert equal(restored.state[parameter], known)
 
 
 def test_a_save_waits_for_the_one_before_and_takes_its_copy_only_then(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: threading.Event
+    tmp_path: Path, model: Model, disk: threading.Event
 ) -> None:
     saver = CheckpointSaver(tmp_path, keep_checkpoints=2)
-    saver.save(network, optimizer, state(1))
-    second = threading.Thread(target=saver.save, args=(network, optimizer, state(2)))
+    saver.save(*model, state(1))
+    second = threading.Thread(target=saver.save, args=(*model, state(2)))
     second.start()
     second.join(0.2)
     assert second.is_alive()
     with torch.no_grad():
-        for parameter in network.parameters():
+        for parameter in model[0].parameters():
             parameter.fill_(7)
     disk.set()
     second.join(30)
     saver.flush()
-    assert checkpoint_format.list_steps(tmp_path) == [1, 2]
+    assert list_steps(tmp_path) == [1, 2]
     found = make_network()
-    checkpoint_format.load_checkpoint(checkpoint_format.checkpoint_path(tmp_path, 2), found)
+    load_checkpoint(checkpoint_path(tmp_path, 2), found)
     assert all(bool((value == 7).all()) for value in found.parameters())
-    checkpoint_format.load_checkpoint(checkpoint_format.checkpoint_path(tmp_path, 1), found)
+    load_checkpoint(checkpoint_path(tmp_path, 1), found)
     assert not any(bool((value == 7).all()) for value in found.parameters())
 
 
-def test_what_was_taken_is_written_when_the_training_fails(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, disk: threading.Event
-) -> None:
+def test_what_was_taken_is_written_when_the_training_fails(tmp_path: Path, model: Model, disk: threading.Event) -> None:
     def training() -> None:
         with CheckpointSaver(tmp_path, keep_checkpoints=2) as saver:
-            saver.save(network, optimizer, state(1))
-            assert checkpoint_format.list_steps(tmp_path) == []
+            saver.save(*model, state(1))
+            assert list_steps(tmp_path) == []
             raise KeyboardInterrupt
 
     threading.Timer(0.2, disk.set).start()
     with pytest.raises(KeyboardInterrupt):
         training()
-    assert checkpoint_format.list_steps(tmp_path) == [1]
+    assert list_steps(tmp_path) == [1]
 
 
 # --------------------------------------------------------------------------------------------------------------- errors
@@ -142,30 +135,26 @@ def full(*_: Any, **__: Any) -> None:
     ids=["save", "flush", "leaving"],
 )
 def test_a_full_disk_is_told_at_the_next_save_or_at_the_end(
-    tmp_path: Path,
-    network: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    monkeypatch: pytest.MonkeyPatch,
-    end: Callable[..., None],
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch, end: Callable[..., None]
 ) -> None:
     saver = CheckpointSaver(tmp_path, keep_checkpoints=1)
-    saver.save(network, optimizer, state(1))
+    saver.save(*model, state(1))
     saver.flush()
     monkeypatch.setattr("safetensors.torch.save_file", full)
-    saver.save(network, optimizer, state(2))
+    saver.save(*model, state(2))
     with pytest.raises(CheckpointWriteError):
-        end(saver, network, optimizer, state(3))
+        end(saver, *model, state(3))
     saver.flush()  # it is told once
     assert names(tmp_path) == ["step-00000001"]  # the draft is gone, and with it the space that it took
-    assert checkpoint_format.find_latest(tmp_path, RUN) == 1
+    assert find_latest(tmp_path, RUN) == 1
 
 
 def test_a_failed_write_does_not_hide_what_ended_the_training(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Model, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def training() -> None:
         with CheckpointSaver(tmp_path, keep_checkpoints=2) as saver:
-            saver.save(network, optimizer, state(1))
+            saver.save(*model, state(1))
             raise ZeroDivisionError
 
     monkeypatch.setattr("safetensors.torch.save_file", full)
@@ -178,11 +167,9 @@ def test_a_failed_write_does_not_hide_what_ended_the_training(
 # ------------------------------------------------------------------------------------------------------------ retention
 
 
-def save_all(
-    saver: CheckpointSaver, network: torch.nn.Module, optimizer: torch.optim.Optimizer, *states: CheckpointState
-) -> None:
+def save_all(saver: CheckpointSaver, model: Model, *states: CheckpointState) -> None:
     for each in states:
-        saver.save(network, optimizer, each)
+        saver.save(*model, each)
     saver.flush()
 
 
@@ -198,27 +185,20 @@ def save_all(
     ],
 )
 def test_the_newest_and_the_best_of_each_are_kept(
-    tmp_path: Path,
-    network: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    keep: int,
-    best: list[int | None],
-    kept: list[int],
+    tmp_path: Path, model: Model, keep: int, best: list[int | None], kept: list[int]
 ) -> None:
     (tmp_path / "quarantine").mkdir()
     states = [state(number, known) for number, known in enumerate(best, start=1)]
-    save_all(CheckpointSaver(tmp_path, keep), network, optimizer, *states)
+    save_all(CheckpointSaver(tmp_path, keep), model, *states)
     assert names(tmp_path) == ["quarantine", *(f"step-{update:08d}" for update in kept)]
 
 
-def test_what_is_left_of_a_checkpoint_here_is_not_in_the_way_of_its_copy(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> None:
+def test_what_is_left_of_a_checkpoint_here_is_not_in_the_way_of_its_copy(tmp_path: Path, model: Model) -> None:
     """A run folder that was copied from elsewhere and cut off: the newest checkpoint has no manifest yet."""
     here, storage = tmp_path / "run" / "checkpoints", (tmp_path / "mounted").as_uri()
     copy, told = RemoteCopy(storage, "run", ["a"]), list[str]()
     copy.claim_ownership()
-    save_all(CheckpointSaver(here, keep_checkpoints=2, remote_copy=copy), network, optimizer, state(1), state(2))
+    save_all(CheckpointSaver(here, keep_checkpoints=2, remote_copy=copy), model, state(1), state(2))
     (here / "step-00000002" / manifest.FILE_NAME).unlink()
     (here / "step-00000002" / "optim.safetensors").unlink()
     again = CheckpointSaver(
@@ -232,13 +212,11 @@ def test_what_is_left_of_a_checkpoint_here_is_not_in_the_way_of_its_copy(
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_a_damaged_checkpoint_does_not_push_out_a_good_one(
-    tmp_path: Path, network: torch.nn.Module, optimizer: torch.optim.Optimizer, restarted: bool
-) -> None:
+def test_a_damaged_checkpoint_does_not_push_out_a_good_one(tmp_path: Path, model: Model, restarted: bool) -> None:
     saver = CheckpointSaver(tmp_path, keep_checkpoints=2)
-    save_all(saver, network, optimizer, state(1), state(2))
+    save_all(saver, model, state(1), state(2))
     flip(tmp_path / "step-00000002" / "optim.safetensors")
-    save_all(CheckpointSaver(tmp_path, keep_checkpoints=2) if restarted else saver, network, optimizer, state(3))
-    assert checkpoint_format.list_steps(tmp_path) == [1, 3]
+    save_all(CheckpointSaver(tmp_path, keep_checkpoints=2) if restarted else saver, model, state(3))
+    assert list_steps(tmp_path) == [1, 3]
     [aside] = (tmp_path / "quarantine").iterdir()
     assert aside.name.startswith("step-00000002-")

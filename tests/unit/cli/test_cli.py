@@ -20,7 +20,6 @@ from rtrain.cli import app as cli
 from rtrain.cluster import connection
 from rtrain.core.run_folder import Run
 from rtrain.runs import run_folders
-from rtrain.verification import ledger
 from tests.conftest import STARTUP, Row, labelled_rows, write_rows
 from tests.support import stock
 from tests.support.root import ROOT
@@ -44,6 +43,20 @@ def run(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.M
         return code, *capfd.readouterr()
 
     return call
+
+
+class Begun(Exception):
+    """The command went on to start Ray."""
+
+
+@pytest.fixture
+def no_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`rtrain serve` raises `Begun` where it would start Ray."""
+
+    def begin(*given: object, **named: object) -> None:
+        raise Begun
+
+    monkeypatch.setattr("serve.launcher.session", begin)
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +201,7 @@ def test_a_full_disk_is_one_line_in_any_verb(run: Cli, monkeypatch: pytest.Monke
     def full(path: Path) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as of a write, which names no file
 
-    monkeypatch.setattr(ledger, "check_ledger", full)
+    monkeypatch.setattr("rtrain.verification.verify.check_ledger", full)
     code, _, err = run("verify", "--ledger", "run")
     assert code == 1
     assert err.count("\n") == 1

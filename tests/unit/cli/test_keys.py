@@ -9,9 +9,9 @@ from rtrain.cli import app as cli
 from serve.auth import api_keys
 from tests.support.tiny import make_artifact
 from tests.unit.cli import test_cli
-from tests.unit.cli.test_cli import Cli, error_of, fields_of
+from tests.unit.cli.test_cli import Begun, Cli, error_of, fields_of
 
-run = test_cli.run  # fixture
+run, no_endpoint = test_cli.run, test_cli.no_endpoint  # fixtures
 
 
 def test_a_key_is_printed_once_listed_without_its_hash_and_revoked(run: Cli, tmp_path: Path) -> None:
@@ -64,10 +64,7 @@ def test_the_demo_has_no_key_to_ask_with(run: Cli, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-class Begun(Exception):
-    """The command went on to start Ray."""
-
-
+@pytest.mark.usefixtures("no_endpoint")
 @pytest.mark.parametrize("words", [["./keys"], ["--port", "0", "keys"], ["keys/"], ["other"]])
 def test_an_artefact_of_any_name_is_served(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
@@ -75,9 +72,5 @@ def test_an_artefact_of_any_name_is_served(
     monkeypatch.chdir(tmp_path)
     make_artifact(tmp_path / words[-1])
 
-    def begun(*given: object, **named: object) -> None:
-        raise Begun
-
-    monkeypatch.setattr("serve.launcher.session", begun)
     with pytest.raises(Begun):
         cli.main(["serve", *words])

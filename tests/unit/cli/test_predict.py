@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.cli.output import print_result
+from rtrain.cli.options import print_result
 from rtrain.core.ragged import Head
 from rtrain.inference.predictor import Predictor
 from tests.conftest import write_rows

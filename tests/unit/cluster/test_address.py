@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from rtrain import config, ray_internals
-from rtrain.cluster import address
+from rtrain.cluster import connection
 from rtrain.cluster.connection import session
 from rtrain.config import Config
 from rtrain.core.errors import ConfigError, UserError
@@ -27,7 +27,7 @@ def config_with_address(value: str) -> Config:
 def refused(value: str, name: str = "cluster.address") -> str:
     """The code of the error about an address, which is one line."""
     with pytest.raises(UserError) as caught:
-        address.check_address(name, value)
+        connection.check_address(name, value)
     assert "\n" not in str(caught.value)
     if isinstance(caught.value, ConfigError):
         [problem] = caught.value.problems
@@ -118,7 +118,7 @@ def test_the_setting_goes_before_the_variable(
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     if variable is not None:
         monkeypatch.setenv("RAY_ADDRESS", variable)
-    assert address.resolve_address(config.load_config("intent", {"cluster.address": setting})) == expected
+    assert connection.resolve_address(config.load_config("intent", {"cluster.address": setting})) == expected
 
 
 @pytest.mark.ray
@@ -126,7 +126,7 @@ def test_a_head_that_runs_is_let_through_and_its_node_s_port_is_not(ray_session:
     import ray
 
     context = ray.get_runtime_context()
-    address.check_address("cluster.address", context.gcs_address)
+    connection.check_address("cluster.address", context.gcs_address)
     assert re.fullmatch(r"[\w.:\[\]]+:\d+", ray_internals.local_cluster_address() or "")  # another Ray may run here too
     [node] = ray.nodes()
     port = f"{node['NodeManagerAddress']}:{node['NodeManagerPort']}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies
 
-from rtrain.cluster import capacity
+from rtrain.cluster import capacity, data_tasks
 from rtrain.cluster.autoscaler_requests import (
     RENEW_INTERVAL_S,
     REQUEST_TTL_S,
@@ -38,9 +38,11 @@ NODES = strategies.lists(
 def test_what_is_asked_for_is_the_whole_run_and_fits_what_may_come(
     max_count: int, spare: int | None, device: str, may: list[NodeResources]
 ) -> None:
-    workers = min(max_count, capacity.max_workers_on(may, device, spare))
+    workers = min(
+        max_count, capacity.ResourceRequest(device, spare).max_workers([capacity.NodeSpec(node) for node in may])
+    )
     bundles = run_bundles(max_count, ResourceRequest(device, spare), list(map(NodeSpec, may)), NOTHING)
-    assert len(bundles) == (workers + capacity.resolve_data_cpus(spare, workers) if workers else 0)
+    assert len(bundles) == (workers + data_tasks.resolve_data_cpus(spare, workers) if workers else 0)
     for name in ("CPU", "GPU"):
         assert sum(place.resource == name for place in bundles) <= sum(node[name] for node in may)
 
@@ -52,10 +54,8 @@ CPU, GPU = ResourceBundle("CPU"), ResourceBundle("GPU")
 
 def test_workers_and_data_tasks_have_places_of_their_own() -> None:
     assert run_bundles(8, ResourceRequest("cpu", 2), [EIGHT] * 4, NOTHING) == [CPU] * 10  # two nodes, and no third
-    assert (
-        run_bundles(2, ResourceRequest("gpu", 2), [NodeSpec({"CPU": 8.0, "GPU": 4.0})], NOTHING)
-        == [GPU] * 2 + [CPU] * 2
-    )
+    gpu_nodes = [NodeSpec({"CPU": 8.0, "GPU": 4.0})]
+    assert run_bundles(2, ResourceRequest("gpu", 2), gpu_nodes, NOTHING) == [GPU] * 2 + [CPU] * 2
     assert run_bundles(4, ResourceRequest("cpu", 2), [NodeSpec({"CPU": 2.0})], NOTHING) == []
     # Data tasks of 2 workers, and not of the 32 that it would rather have: those take 6 of the 4 CPUs.
     assert run_bundles(32, ResourceRequest("cpu"), [NodeSpec({"CPU": 4.0})], NOTHING) == [CPU] * 4
@@ -63,14 +63,9 @@ def test_workers_and_data_tasks_have_places_of_their_own() -> None:
 
 def test_data_tasks_are_not_asked_for_on_the_workers_nodes_unless_that_is_said() -> None:
     hosts, training = [NodeSpec({"CPU": 1.0, "GPU": 2.0}, {"for": "training"}), EIGHT], {"for": "training"}
-    assert (
-        run_bundles(2, ResourceRequest("gpu", 2, training), hosts, NOTHING)
-        == [ResourceBundle("GPU", training)] * 2 + [CPU] * 2
-    )
-    assert run_bundles(2, ResourceRequest("gpu", 1, training, training), hosts, NOTHING) == [
-        *[ResourceBundle("GPU", training)] * 2,
-        ResourceBundle("CPU", training),
-    ]
+    gpus, cpu = [ResourceBundle("GPU", training)] * 2, ResourceBundle("CPU", training)
+    assert run_bundles(2, ResourceRequest("gpu", 2, training), hosts, NOTHING) == [*gpus, CPU, CPU]
+    assert run_bundles(2, ResourceRequest("gpu", 1, training, training), hosts, NOTHING) == [*gpus, cpu]
     assert run_bundles(2, ResourceRequest("gpu", 2, training, training), hosts, NOTHING) == []
 
 

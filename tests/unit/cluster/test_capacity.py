@@ -15,27 +15,19 @@ import ray
 import yaml
 
 from rtrain import ray_internals
-from rtrain.cluster import capacity, connection
+from rtrain.cluster import capacity, connection, data_tasks
+from rtrain.planning import placement
 from tests.conftest import STARTUP
 from tests.support.root import ROOT
+
+
+def max_workers_on(nodes: list[capacity.NodeResources], device: str, data_cpus: int | None) -> int:
+    return capacity.ResourceRequest(device, data_cpus).max_workers([capacity.NodeSpec(node) for node in nodes])
 
 
 def test_a_worker_is_on_one_node() -> None:
     assert capacity.count_worker_slots([{"CPU": 1.5}, {"CPU": 1.5}, {"GPU": 4.0}], "cpu") == 2
     assert capacity.count_worker_slots([{"CPU": 8.0, "GPU": 1.0}, {"CPU": 8.0}], "gpu") == 1
-
-
-@pytest.mark.parametrize(
-    ("nodes", "device", "available"),
-    [
-        ([{"CPU": 5.0}, {"CPU": 3.0}], "cpu", 6),
-        ([{"CPU": 1.0}], "cpu", 0),
-        ([{"CPU": 2.0, "GPU": 4.0}], "gpu", 4),  # a worker with a GPU takes no CPU
-        ([{"CPU": 1.0, "GPU": 4.0}], "gpu", 0),  # nothing is left that would read the rows
-    ],
-)
-def test_data_tasks_have_their_cpus_first(nodes: list[capacity.NodeResources], device: str, available: int) -> None:
-    assert capacity.max_workers_on(nodes, device, 2) == available
 
 
 @pytest.mark.parametrize(("device", "cpus"), [("cpu", 1), ("gpu", 0)])
@@ -46,8 +38,8 @@ def test_a_run_has_room_for_as_many_workers_as_there_are_cpus_for_their_data(
     """The data tasks of more workers take more CPUs; those of fewer have room where those of all have none."""
     for has in range(20):
         node = {"CPU": float(has), "GPU": 32.0}
-        fitting = [n for n in range(1, 33) if n * cpus + capacity.resolve_data_cpus(requested, n) <= has]
-        assert capacity.max_workers_on([node], device, requested) == max(fitting, default=0), (has, requested)
+        fitting = [n for n in range(1, 33) if n * cpus + data_tasks.resolve_data_cpus(requested, n) <= has]
+        assert max_workers_on([node], device, requested) == max(fitting, default=0), (has, requested)
 
 
 DOCUMENT = {
@@ -63,12 +55,28 @@ DOCUMENT = {
 
 @pytest.mark.parametrize(("device", "max_count"), [("cpu", 2 * 8 + 3 * 4), ("gpu", 2 * 4)])
 def test_an_autoscaler_starts_the_largest_nodes_up_to_its_limit(device: str, max_count: int) -> None:
-    assert (
-        capacity.count_worker_slots(
-            capacity.reachable_nodes(capacity.parse_autoscaler_limits(DOCUMENT), device), device
-        )
-        == max_count
-    )
+    nodes = capacity.reachable_nodes(capacity.parse_autoscaler_limits(DOCUMENT), device)
+    assert capacity.count_worker_slots(nodes, device) == max_count
+
+
+@pytest.mark.parametrize(
+    ("cloud", "node_config", "declared", "counted"),
+    [
+        ("aws", {"InstanceType": "g6.2xlarge"}, None, {"CPU": 8.0, "GPU": 1.0}),
+        ("aws", {"InstanceType": "g6.2xlarge"}, {"CPU": 4}, {"CPU": 4.0, "GPU": 1.0}),
+        ("aws", {"InstanceType": "x9.large"}, {"CPU": 4}, {"CPU": 4.0}),
+        ("gcp", {"machineType": "g2-standard-8"}, None, {}),
+        ("azure", {"azure_arm_parameters": {"vmSize": "Standard_F8s_v2"}}, {"GPU": 1}, {"GPU": 1.0}),
+    ],
+)
+def test_only_aws_adds_the_resources_of_the_instance_type(
+    cloud: str, node_config: dict[str, Any], declared: dict[str, float] | None, counted: dict[str, float]
+) -> None:
+    """As `fillout_available_node_types_resources` of Ray's providers does; limits and plans count alike."""
+    node_type = {"node_config": node_config, **({} if declared is None else {"resources": declared})}
+    document = {"provider": {"type": cloud}, "available_node_types": {"worker": node_type}}
+    assert capacity.parse_autoscaler_limits(document).node_types["worker"][0].resources == counted
+    assert placement.parse_cluster(document).node_types[0].resources == counted
 
 
 @pytest.mark.parametrize(
@@ -77,8 +85,8 @@ def test_an_autoscaler_starts_the_largest_nodes_up_to_its_limit(device: str, max
 def test_each_worker_s_stream_has_a_task_within_the_cpus_of_the_data_tasks(
     requested: int | None, workers: int, each: float
 ) -> None:
-    assert capacity.cpus_per_data_task(requested, workers) == each
-    assert workers * each <= capacity.resolve_data_cpus(requested, workers)
+    assert data_tasks.cpus_per_data_task(requested, workers) == each
+    assert workers * each <= data_tasks.resolve_data_cpus(requested, workers)
 
 
 def test_nodes_are_counted_by_their_labels() -> None:
@@ -148,9 +156,9 @@ def test_the_head_leaves_its_jobs_the_autoscaler_s_file(monkeypatch: pytest.Monk
         monkeypatch.delenv(item, raising=False)
     connection.on_node_start(SimpleNamespace(ray_client_server_port=1, autoscaling_config=None), head=False)
     assert not {capacity.AUTOSCALER_FILE_VARIABLE, name} & os.environ.keys()
-    connection.on_node_start(
-        SimpleNamespace(ray_client_server_port=1, autoscaling_config="~/bootstrap.yaml"), head=True
-    )
+    parameters = SimpleNamespace(ray_client_server_port=1, autoscaling_config="~/bootstrap.yaml")
+    connection.on_node_start(parameters, head=True)
+    assert parameters.ray_client_server_port is None  # nobody uses Ray's client
     assert os.environ.pop(capacity.AUTOSCALER_FILE_VARIABLE) == str(Path.home() / "bootstrap.yaml")
     assert os.environ.pop(name) == value
     monkeypatch.setenv(name, "20000")
@@ -214,9 +222,9 @@ except UserError as error:
 
 TASK = """
 import sys, ray, ray.data
-from rtrain.cluster import capacity
+from rtrain.cluster import data_tasks
 ray.init(address=sys.argv[1], log_to_driver=False)
-with capacity.restrict_data_tasks({"for": sys.argv[2]}):
+with data_tasks.restrict_data_tasks({"for": sys.argv[2]}):
     dataset = ray.data.range(1, override_num_blocks=1).map_batches(lambda batch: batch)
 print("begins", flush=True)
 dataset.take_all()
@@ -239,8 +247,8 @@ tasks = [comes("data", 60), comes("training", 5)]
 log = events.read_events(folder / "run")
 print(json.dumps({
     "tasks": tasks,
-    "most": [supply.most("cpu"), supply.most("gpu")],
-    "free": supply.Needs().offered(supply.free()).places,
+    "most": [capacity.max_accelerators("cpu"), capacity.max_accelerators("gpu")],
+    "free": capacity.ResourceRequest().capacity_of(capacity.available_nodes()).worker_slots,
     "reason": [event["reason"] for event in log if event["kind"] == "device"],
     "started": [(event["workers"], event["device"]) for event in log if event["kind"] == "started"],
     "waited": [event for event in said if event["kind"] == "waiting"],

@@ -14,10 +14,10 @@ import ray
 
 from rtrain import config, ray_internals
 from rtrain.cluster import connection
-from rtrain.cluster.capacity import MIN_DATA_CPUS, resolve_data_cpus
 from rtrain.cluster.connection import MIN_OBJECT_STORE_BYTES, OBJECT_STORE_BYTES, ObjectStore, choose_object_store
-from rtrain.core.errors import UserError
+from rtrain.cluster.data_tasks import MIN_DATA_CPUS, resolve_data_cpus
 from tests.conftest import STARTUP
+from tests.support.refusals import refused_with
 from tests.support.root import ROOT
 
 HOOK = "__RAY_WORKER_PROCESS_SETUP_HOOK_ENV_VAR"
@@ -121,9 +121,8 @@ def test_a_token_is_made_on_storage_without_hard_links(token: Path, monkeypatch:
 
 def test_where_no_token_can_be_written_the_variable_is_named(token: Path) -> None:
     token.parent.write_text("a file in place of a folder")
-    with pytest.raises(UserError) as refused:
+    with refused_with("not_writable"):
         connection.ensure_token()
-    assert refused.value.code == "not_writable"
 
 
 def test_of_two_commands_that_make_the_token_at_once_one_s_counts(token: Path) -> None:
@@ -144,9 +143,8 @@ def test_a_command_whose_own_ray_has_lost_its_store_ends_after_a_while(monkeypat
 
     monkeypatch.setattr(ray_internals, "is_gcs_dead", is_gcs_dead)
     monkeypatch.setattr(connection, "STORE_LOSS_GRACE_S", 0.5)
-    with pytest.raises(UserError) as lost:
+    with refused_with("store_lost"):
         connection.wait_until_interrupted()
-    assert lost.value.code == "store_lost"
     assert len(looks) == 2
     assert time.monotonic() - looks[1] >= 0.5
 

@@ -2,16 +2,15 @@
 as cluster.yaml starts it."""
 
 import asyncio
-import http.server
 import ipaddress
 import json
 import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, nullcontext
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
@@ -25,16 +24,19 @@ import pytest
 import requests
 import typer
 from aiohttp import ClientPayloadError
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, strategies
 from ray._private.runtime_env.packaging import create_package
 from ray.dashboard.modules.dashboard_sdk import SubmissionClient
 
 from rtrain.cli import app, cluster
-from rtrain.cluster.jobs import chunked_log_upload, client, entry, job_names, launcher, upload
-from rtrain.cluster.jobs.job_names import ExistingJob, NewJob
-from rtrain.core.errors import CommandInterruptedError, ConfigError, TemporaryFailureError, UserError
+from rtrain.cluster import cluster_file
+from rtrain.cluster.jobs import client, entry, job_names
+from rtrain.cluster.jobs.job_names import SelectedJob
+from rtrain.core.errors import CommandInterruptedError, TemporaryFailureError, UserError
 from tests.conftest import STARTUP, labelled_rows, write_rows
 from tests.support.heads import Head
+from tests.support.refusals import refused_with
 from tests.support.root import ROOT
 from tests.support.tiny import make_encoder
 
@@ -42,6 +44,10 @@ WITHIN_S = 900
 
 
 # ---------------------------------------------------------------------------------------------------------- names
+
+
+def identify(words: list[str]) -> str:
+    return job_names.job_id(words, job_names.resolve_run_folder(words))
 
 
 @pytest.mark.parametrize("name", ["intent", "rtrain-a", "x" * 70])
@@ -89,39 +95,33 @@ OTHER_COMMANDS = [
 
 
 def test_what_is_another_request_is_another_job() -> None:
-    jobs = [job_names.job_id(words, job_names.resolve_run_folder(words)) for words in OTHER_COMMANDS]
+    jobs = [identify(words) for words in OTHER_COMMANDS]
     assert len(set(jobs)) == len(OTHER_COMMANDS)
     repeated = ["train", "sentiment", "--resume", "--out=/shared/alice/intent/"]  # one folder is one run
-    assert job_names.job_id(repeated, job_names.resolve_run_folder(repeated)) == jobs[0]
+    assert identify(repeated) == jobs[0]
 
 
 def test_a_run_s_jobs_are_found_by_its_folder_its_name_or_their_own() -> None:
-    alice, bob, tried = (job_names.job_id(words, job_names.resolve_run_folder(words)) for words in OTHER_COMMANDS[:3])
+    alice, bob, tried = (identify(words) for words in OTHER_COMMANDS[:3])
     jobs = [f"{alice}-try-2", bob, alice, tried, "rtrain-serve-intent-01234567"]
     assert job_names.find_attempts("/shared/alice/intent", jobs) == [alice, f"{alice}-try-2"]
     for name in (bob, bob.removeprefix("rtrain-")):
         assert job_names.find_attempts(name, jobs) == [bob]
     assert job_names.find_attempts("intent-try-2", jobs) == [tried]
     assert job_names.find_attempts("serve-intent", jobs) == ["rtrain-serve-intent-01234567"]
-    with pytest.raises(ConfigError) as refused:
+    with refused_with("ambiguous_name"):
         job_names.find_attempts("intent", jobs)
-    assert [problem.code for problem in refused.value.problems] == ["ambiguous_name"]
     assert job_names.find_attempts("intent", [bob, "rtrain-intention-01234567"]) == [bob]
     assert job_names.find_attempts("nobody", jobs) == []
 
 
 @pytest.mark.parametrize(
     ("more", "code"),
-    [
-        ([], "not_absolute"),
-        (["--out", "runs/x"], "not_absolute"),
-        (["--out", "/x", "--new"], "conflicting_settings"),
-    ],
+    [([], "not_absolute"), (["--out", "runs/x"], "not_absolute"), (["--out", "/x", "--new"], "conflicting_settings")],
 )
 def test_a_job_names_a_folder_of_the_nodes_and_the_same_run_each_time(more: list[str], code: str) -> None:
-    with pytest.raises(ConfigError) as refused:
+    with refused_with(code):
         job_names.resolve_run_folder(["train", "intent", *more])
-    assert [problem.code for problem in refused.value.problems] == [code]
 
 
 def test_settings_and_options_are_read_as_the_verb_reads_them() -> None:
@@ -141,9 +141,9 @@ def test_asked_again_a_job_is_there_or_a_new_one_follows_the_last(mine: list[str
     decided = job_names.attach_or_start("rtrain-x", statuses)
     running = [name for name in names if statuses[name] not in job_names.FINAL_STATUSES]
     if running:
-        assert decided == ExistingJob(running[-1])
+        assert decided == SelectedJob(running[-1], True)
     else:
-        assert decided == NewJob(f"rtrain-x-try-{len(names) + 1}" if names else "rtrain-x")
+        assert decided == SelectedJob(f"rtrain-x-try-{len(names) + 1}" if names else "rtrain-x", False)
         assert decided.job_id not in statuses
 
 
@@ -184,10 +184,10 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def test_tracked_files_go_along_and_nothing_else(checkout: Path) -> None:
-    collected = upload.collect_upload(checkout)
+    collected = client.collect_upload(checkout)
     assert sorted(name for name, _ in collected.files) == [".gitignore", "code.py"]
     assert (collected.total_bytes, collected.untracked_files) == (13, 1)
-    with upload.temporary_copy(collected) as folder:
+    with client.temporary_copy(collected) as folder:
         assert sorted(path.name for path in folder.rglob("*")) == [".gitignore", "code.py"]
         assert (folder / "code.py").read_text() == "x = 1\n"
     assert not folder.exists()
@@ -221,7 +221,7 @@ def jobs_of(api: Any, patience_s: float = 30.0, agent_s: float = 60.0) -> client
 def packed(checkout: Path) -> tuple[str, ...]:
     """Names of a job's uploaded files."""
     api = Packs()
-    jobs_of(api).submit(["train", "intent", "--out", "/x"], upload.collect_upload(checkout), print)
+    jobs_of(api).submit(["train", "intent", "--out", "/x"], client.collect_upload(checkout), print)
     return api.packed
 
 
@@ -252,80 +252,64 @@ def test_submodules_and_links_to_folders_go_along(checkout: Path, tmp_path: Path
     (checkout / "alias").symlink_to("real")
     subprocess.run(["git", "add", "real", "alias"], cwd=checkout, check=True)
     expected = {".gitignore", ".gitmodules", "code.py", "sub/m.py", "real/x.py", "alias/x.py"}
-    assert {name for name, _ in upload.collect_upload(checkout).files} == expected
-    with upload.temporary_copy(upload.collect_upload(checkout)) as folder:
+    assert {name for name, _ in client.collect_upload(checkout).files} == expected
+    with client.temporary_copy(client.collect_upload(checkout)) as folder:
         assert (folder / "sub" / "m.py").read_text() == "m = 1\n"
         assert (folder / "alias" / "x.py").read_text() == "x = 2\n"
     subprocess.run(["git", "submodule", "--quiet", "deinit", "-f", "sub"], cwd=checkout, check=True)
-    with pytest.raises(UserError) as refused:
-        upload.collect_upload(checkout)
-    assert refused.value.code == "missing_submodule"
-
-
-def test_a_storage_that_there_is_not_is_an_error() -> None:
-    with pytest.raises(UserError) as refused:
-        chunked_log_upload.read_run_log("intent", "nosuch://bucket")
-    assert refused.value.code == "unreachable"
+    with refused_with("missing_submodule"):
+        client.collect_upload(checkout)
 
 
 def test_this_project_s_own_checkout_goes_along_without_its_tests() -> None:
-    collected = upload.collect_upload(ROOT)  # more than a job takes along, if it were whole
+    collected = client.collect_upload(ROOT)  # more than a job takes along, if it were whole
     names = {name for name, _ in collected.files}
     assert {"rtrain/cli/app.py", "serve/app.py", "tune/search.py", "pyproject.toml"} <= names
     assert not [name for name in names if name.startswith(("tests/", "docs/", "benchmarks/"))]
     assert sum((ROOT / name).stat().st_size for name in names) == collected.total_bytes
 
 
-def test_too_much_is_refused_with_the_largest_files(checkout: Path) -> None:
-    (checkout / "big.bin").write_bytes(bytes(6_000_000))
-    subprocess.run(["git", "add", "big.bin"], cwd=checkout, check=True)
-    with pytest.raises(UserError) as refused:
-        upload.collect_upload(checkout)
-    assert refused.value.code == "too_large"
-    assert upload.collect_upload(checkout, 7_000_000).total_bytes > 6_000_000
-
-
 def test_a_link_takes_along_what_is_tracked_and_nothing_else(checkout: Path, tmp_path: Path) -> None:
     secret = tmp_path / "credentials"
     secret.write_text("aws_secret_access_key=XYZ")
 
-    def linked(to: str | Path) -> upload.Upload:
+    def linked(to: str | Path) -> client.Upload:
         (checkout / "link").unlink(missing_ok=True)
         (checkout / "link").symlink_to(to)
         subprocess.run(["git", "add", "link"], cwd=checkout, check=True)
-        return upload.collect_upload(checkout)
+        return client.collect_upload(checkout)
 
     for to in (secret, "../credentials", "runs/weights", "notes.txt", ".git/config", "runs", "nowhere"):
-        with pytest.raises(UserError) as refused:
+        with refused_with("untracked_link"):
             linked(to)
-        assert refused.value.code == "untracked_link"
     result = linked("code.py")
     assert dict(result.files)["link"] == len("x = 1\n")  # bytes of the target, not of the link
-    with upload.temporary_copy(result) as folder:
+    with client.temporary_copy(result) as folder:
         assert (folder / "link").read_text() == "x = 1\n"
 
 
-def test_a_name_that_is_no_utf_8_is_refused_by_name(checkout: Path) -> None:
+def test_an_upload_is_refused_by_its_cause(checkout: Path, tmp_path: Path) -> None:
+    """A job of a part of a checkout would lack what lies beside, or take none of the files that it was meant to."""
+    with refused_with("part_of_checkout"):
+        client.collect_upload(checkout / "runs")
+    (checkout.parent / "link").symlink_to(checkout)
+    assert len(client.collect_upload(checkout.parent / "link").files) == 2
+    with refused_with("no_git"):
+        client.collect_upload(tmp_path)
+    (checkout / "big.bin").write_bytes(bytes(6_000_000))
+    subprocess.run(["git", "add", "big.bin"], cwd=checkout, check=True)
+    with refused_with("too_large"):
+        client.collect_upload(checkout)
+    assert client.collect_upload(checkout, 7_000_000).total_bytes > 6_000_000
     Path(os.fsdecode(bytes(checkout) + b"/caf\xe9.txt")).touch()
     subprocess.run(["git", "add", "-A"], cwd=checkout, check=True)
-    with pytest.raises(UserError) as refused:
-        upload.collect_upload(checkout)
-    assert refused.value.code == "not_utf8"
+    with refused_with("not_utf8"):
+        client.collect_upload(checkout, 7_000_000)
 
 
-def test_a_part_of_a_checkout_is_refused_with_the_name_of_the_whole(checkout: Path) -> None:
-    """A job of it alone would lack what lies beside, or take none of the files that it was meant to."""
-    with pytest.raises(UserError) as refused:
-        upload.collect_upload(checkout / "runs")
-    assert refused.value.code == "part_of_checkout"
-    (checkout.parent / "link").symlink_to(checkout)
-    assert len(upload.collect_upload(checkout.parent / "link").files) == 2
-
-
-def test_a_folder_without_git_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as refused:
-        upload.collect_upload(tmp_path)
-    assert refused.value.code == "no_git"
+def run_entry(*words: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", job_names.JOB_ENTRYPOINT, *words]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
 # ----------------------------------------------------------------------------------------------------- entry point
@@ -344,24 +328,32 @@ def test_a_run_that_is_there_is_resumed_also_from_its_storage(tmp_path: Path) ->
     assert entry.resume_if_present([*words, "--resume"], run, None) == [*words, "--resume"]
 
 
+ENTRY_WITHOUT_VERB = """
+import sys
+from rtrain.cluster import supervisor
+from rtrain.cluster.jobs import entry
+supervisor.run_child = lambda words: 2
+sys.exit(entry.main(sys.argv[1:]))
+"""
+
+
 def test_a_run_of_one_name_with_another_is_not_taken_over(tmp_path: Path) -> None:
     """The storage has January's run and log; February's folder has its name."""
     storage, old, run = tmp_path / "storage", tmp_path / "jan" / "x", tmp_path / "feb" / "x"
-    (storage / "x").mkdir(parents=True)
+    for folder in (storage / "x", storage / ".jobs"):
+        folder.mkdir(parents=True)
     (storage / "x" / "config.yaml").touch()
-    (storage / ".jobs").mkdir()
     words = ["train", "intent", "--data", "/none.csv", "--set", f"cluster.storage={storage}", "--out"]
 
-    def started(*requested: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-m", job_names.JOB_ENTRYPOINT, *words, *requested]
+    def started(out: Path) -> "subprocess.CompletedProcess[str]":
+        command = [sys.executable, "-c", ENTRY_WITHOUT_VERB, *words, str(out)]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
-    first = started(str(old))  # the copy has no owner file: it is resumed, and recorded
-    assert (f"{old} --resume" in first.stdout, (storage / ".jobs" / "x.run").read_text()) == (True, f"{old}\n")
+    assert f"{old} --resume" in started(old).stdout  # the copy has no owner file: it is resumed, and recorded
+    assert (storage / ".jobs" / "x.run").read_text() == f"{old}\n"
     saved = (storage / ".jobs" / "x.log").read_bytes()
-    done = started(str(run))
-    assert done.returncode == 2, done.stderr
-    assert f"{run} --resume" not in done.stdout
+    done = started(run)
+    assert (done.returncode, f"{run} --resume" in done.stdout) == (2, False), done.stderr
     assert (run.parent / ".jobs" / "x.log").is_file()
     assert (storage / ".jobs" / "x.log").read_bytes() == saved
     assert entry.find_other_run([*words, str(old)], old, str(storage)) is None
@@ -371,82 +363,50 @@ def test_a_run_of_one_name_with_another_is_not_taken_over(tmp_path: Path) -> Non
     assert entry.find_other_run([*words, str(run)], run, str(storage)) is None
 
 
-UNREACHABLE_SCRIPT = """
-import sys
-import fsspec
-from fsspec.implementations.memory import MemoryFileSystem
-from rtrain.cluster.jobs import entry
+class UnreachableStorage(MemoryFileSystem):  # type: ignore[misc]
+    """A storage that does not answer, or refuses."""
 
-class Away(MemoryFileSystem):
     protocol = ("away",)
-    def exists(self, path, **options):
+
+    def exists(self, path: str, **options: Any) -> bool:
         if "bucket" in path:
             raise OSError("no answer")
         raise PermissionError("not yours") if "closed" in path else ValueError("no credentials")
 
-fsspec.register_implementation("away", Away)
-if sys.argv[-1].endswith("bucket"):
-    sys.exit(entry.main(sys.argv[1:]))
-print(entry.resume_if_present(sys.argv[1:], entry.Path(sys.argv[4]), sys.argv[-1].partition("=")[2]))
-"""
 
-
-def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path) -> None:
+def test_a_storage_that_is_away_starts_nothing_anew(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A new run would overwrite the remote copy. The verb refuses invalid storage."""
+    fsspec.register_implementation("away", UnreachableStorage, clobber=True)
     run, words = tmp_path / "runs" / "x", ["train", "intent", "--out", str(tmp_path / "runs" / "x")]
-
-    def run_entry(storage: str) -> "subprocess.CompletedProcess[str]":
-        command = [sys.executable, "-c", UNREACHABLE_SCRIPT, *words, "--set", f"cluster.storage={storage}"]
-        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-
-    offline = run_entry("away://bucket")
-    assert offline.returncode == 75, offline.stderr
-    assert "Traceback" not in offline.stderr
-    assert "away://bucket" in (tmp_path / "runs" / ".jobs" / "x.log").read_text()
+    assert entry.main([*words, "--set", "cluster.storage=away://bucket"]) == 75
+    error = capfd.readouterr().err
+    assert ("away://bucket" in error, "Traceback" in error) == (True, False)
     assert not run.exists()
-    for closed in ("away://closed", "away://keyless"):
-        completed = run_entry(closed)
-        assert (completed.returncode, "'cluster.storage=" in completed.stdout, "--resume" in completed.stdout) == (
-            0,
-            True,
-            False,
-        )
-    assert entry.resume_if_present(words, run, "nonesuch://bucket") == words
+    for storage in ("away://closed", "away://keyless", "nonesuch://bucket"):
+        assert entry.resume_if_present(words, run, storage) == words
 
 
 def test_a_storage_that_connects_as_it_is_opened_says_try_again_too(tmp_path: Path) -> None:
-    with pytest.raises(TemporaryFailureError) as refused:
+    with refused_with("unreachable"):
         entry.resume_if_present(["train", "intent", "--out", "/x"], tmp_path / "x", "ftp://127.0.0.1:1")
-    assert refused.value.code == "unreachable"
 
 
 def test_a_password_of_the_storage_is_in_no_line_nor_log(tmp_path: Path) -> None:
     """The log lies on the folder that all share, and is sent to the storage itself."""
     run, secret, storage = tmp_path / "runs" / "x", "hunter2pw", "ftp://me:hunter2pw@127.0.0.1:1"
-    command = [
-        sys.executable,
-        "-m",
-        job_names.JOB_ENTRYPOINT,
-        "train",
-        "intent",
-        "--out",
-        str(run),
-        "--data",
-        "/none.csv",
-    ]
-    command += ["--set", f"cluster.storage={storage}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    command = ["train", "intent", "--out", str(run), "--data", "/none.csv", "--set", f"cluster.storage={storage}"]
+    done = run_entry(*command)
     assert done.returncode == 75, done.stderr
     log = (run.parent / ".jobs" / "x.log").read_text()
     assert "ftp://***@127.0.0.1:1" in log
     assert secret not in done.stdout + done.stderr + log
     run.mkdir()  # an existing run resumes while its storage is down
     (run / "config.yaml").write_text(f"name: x\ntask: classification\ncluster: {{storage: '{storage}'}}\n")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_entry(*command)
     assert (done.returncode != 75, "--resume" in done.stdout) == (True, True)
     assert secret not in done.stdout + done.stderr + (run.parent / ".jobs" / "x.log").read_text()
     with pytest.raises(UserError) as refused:
-        chunked_log_upload.read_run_log("x", storage)
+        entry.read_run_log("x", storage)
     assert refused.value.code == "unreachable"
     assert secret not in str(refused.value)
 
@@ -475,8 +435,7 @@ def test_the_storage_is_that_of_the_configuration(tmp_path: Path) -> None:
 
 
 def test_a_job_that_does_not_say_where_its_run_is_ends_with_2() -> None:
-    command = [sys.executable, "-m", job_names.JOB_ENTRYPOINT, "train", "intent", "--out", "runs/x"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = run_entry("train", "intent", "--out", "runs/x")
     assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (2, "", 1)
 
 
@@ -493,27 +452,30 @@ print("after")
 """
 
 
+def run_tee(log: Path, copy: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    script = options.pop("script", TEE_SCRIPT)
+    return subprocess.run([sys.executable, "-c", script, str(log), copy], cwd=ROOT, text=True, check=True, **options)
+
+
 def test_every_line_is_kept_and_printed_and_copied(tmp_path: Path) -> None:
     log, copy = tmp_path / ".jobs" / "x.log", f"file://{tmp_path}/storage/.jobs/x.log"
     for start in range(3):  # the second job appends, and so does the third after the folder was lost
         if start == 2:
             shutil.rmtree(log.parent)
-        done = subprocess.run(
-            [sys.executable, "-c", TEE_SCRIPT, str(log), copy], cwd=ROOT, capture_output=True, text=True, check=True
-        )
+        done = run_tee(log, copy, capture_output=True)
     once = "from python\nfrom a child\nfrom its errors\n" + "".join(f"line {number}\n" for number in range(20000))
     assert done.stdout == once + "after\n"
     assert log.read_text() == once * 3
-    assert chunked_log_upload.read_run_log("x", f"file://{tmp_path}/storage") == once * 3
-    assert chunked_log_upload.read_run_log(str(tmp_path / "x"), None) == once * 3
-    assert chunked_log_upload.read_run_log("y", f"file://{tmp_path}/storage") is None
+    assert entry.read_run_log("x", f"file://{tmp_path}/storage") == once * 3
+    assert entry.read_run_log(str(tmp_path / "x"), None) == once * 3
+    assert entry.read_run_log("y", f"file://{tmp_path}/storage") is None
 
 
 def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log, url, sent = tmp_path / "here" / "x.log", f"file://{tmp_path}/storage/.jobs/x.log", []
-    monkeypatch.setattr(chunked_log_upload, "CHUNK_BYTES", 10)
+    monkeypatch.setattr(entry, "CHUNK_BYTES", 10)
     log.parent.mkdir()
     files = type(fsspec.core.url_to_fs(url)[0])
     pipe = files.pipe_file
@@ -525,7 +487,7 @@ def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
     monkeypatch.setattr(files, "pipe_file", piped)
     lines = b""
     for start in range(3):
-        copy = chunked_log_upload.ChunkedLog(log, url)
+        copy = entry.ChunkedLog(log, url)
         copy.connect()
         for number in range(3):
             with log.open("ab") as file:
@@ -533,7 +495,7 @@ def test_a_log_whose_folder_was_lost_goes_on_behind_what_is_stored(
             lines += new
             copy.flush()
             copy.flush()  # nothing new
-            assert chunked_log_upload.read_run_log("x", f"file://{tmp_path}/storage") == lines.decode()
+            assert entry.read_run_log("x", f"file://{tmp_path}/storage") == lines.decode()
         assert log.read_bytes() == lines
         shutil.rmtree(log.parent)  # with the machine
         log.parent.mkdir()
@@ -545,9 +507,9 @@ def test_a_storage_that_is_away_as_a_job_begins_keeps_what_it_has(tmp_path: Path
     """The log is rewritten meanwhile; new lines are appended."""
     log, storage, url = tmp_path / "x.log", tmp_path / "storage", f"file://{tmp_path}/storage/.jobs/x.log"
     log.write_text("old lines\n")
-    chunked_log_upload.ChunkedLog(log, url).flush()
+    entry.ChunkedLog(log, url).flush()
     log.unlink()
-    copy = chunked_log_upload.ChunkedLog(log, url)
+    copy = entry.ChunkedLog(log, url)
     storage.rename(tmp_path / "away")
     storage.write_text("no folder")
     with pytest.raises((FileExistsError, NotADirectoryError)):
@@ -558,37 +520,19 @@ def test_a_storage_that_is_away_as_a_job_begins_keeps_what_it_has(tmp_path: Path
     storage.unlink()
     (tmp_path / "away").rename(storage)
     copy.flush()
-    assert chunked_log_upload.read_run_log("x", f"file://{storage}") == "old lines\nnew lines\n"
+    assert entry.read_run_log("x", f"file://{storage}") == "old lines\nnew lines\n"
     assert log.read_text() == "new lines\n"
 
 
 def test_a_log_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
     (tmp_path / ".jobs").write_text("a file in its way")
-    done = subprocess.run(
-        [sys.executable, "-c", TEE_SCRIPT, str(tmp_path / ".jobs" / "x.log"), ""],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.endswith("line 19999\nafter\n")
+    assert run_tee(tmp_path / ".jobs" / "x.log", "", capture_output=True).stdout.endswith("line 19999\nafter\n")
 
 
 def test_a_full_disk_under_the_job_s_own_log_ends_nothing(tmp_path: Path) -> None:
+    script = TEE_SCRIPT.replace('print("after")', "sys.stdout = None")
     with open("/dev/full", "wb") as full:
-        subprocess.run(
-            [
-                sys.executable,
-                "-c",
-                TEE_SCRIPT.replace('print("after")', "sys.stdout = None"),
-                str(tmp_path / "x.log"),
-                "",
-            ],
-            cwd=ROOT,
-            stdout=full,
-            check=True,
-            timeout=60,
-        )
+        run_tee(tmp_path / "x.log", "", script=script, stdout=full, timeout=60)
     assert (tmp_path / "x.log").read_text().endswith("line 19999\n")
 
 
@@ -601,11 +545,10 @@ def test_what_came_of_a_run_before_ssh_failed_is_no_run(tmp_path: Path) -> None:
         return codes.pop(0)
 
     to = tmp_path / "runs" / "x"
-    with pytest.raises(UserError) as failed:
-        launcher.rsync_down(tmp_path / "cluster.yaml", "/shared/runs/x", to, rsync)
-    assert failed.value.code == "launcher_failed"
+    with refused_with("launcher_failed"):
+        cluster_file.rsync_down(tmp_path / "cluster.yaml", "/shared/runs/x", to, rsync)
     assert list(to.parent.iterdir()) == []
-    launcher.rsync_down(tmp_path / "cluster.yaml", "/shared/runs/x", to, rsync)
+    cluster_file.rsync_down(tmp_path / "cluster.yaml", "/shared/runs/x", to, rsync)
     assert [path.name for path in to.iterdir()] == ["events.jsonl"]
 
 
@@ -632,9 +575,8 @@ def test_the_launcher_s_file_and_the_run_s_folder_are_asked_for_first(tmp_path: 
         ("cluster.yaml", "/shared/runs/intent", "to", "already_exists"),
     ):
         (tmp_path / "cluster.yaml").touch()
-        with pytest.raises(UserError) as refused:
-            launcher.rsync_down(tmp_path / file, run, tmp_path / to)
-        assert refused.value.code == code
+        with refused_with(code):
+            cluster_file.rsync_down(tmp_path / file, run, tmp_path / to)
 
 
 # ------------------------------------------------------------------------------------------- a head that goes away
@@ -682,24 +624,21 @@ class AcceptingApi(BreaksOff):
 def test_a_job_that_another_command_has_asked_for_meanwhile_is_there_already(checkout: Path) -> None:
     api, messages = AcceptingApi(took=True), list[str]()
     words = ["train", "intent", "--out", "/x"]
-    job = jobs_of(api).submit(words, upload.collect_upload(checkout), messages.append)
+    job = jobs_of(api).submit(words, client.collect_upload(checkout), messages.append)
     assert api.jobs == [job]
 
 
 @pytest.mark.parametrize("took", [True, False])
-def test_a_job_is_asked_for_again_where_the_connection_breaks_off_and_never_twice(
-    took: bool, checkout: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_is_asked_for_again_where_the_connection_breaks_off_and_never_twice(took: bool, checkout: Path) -> None:
     api = BreaksOff(took)
-    job = jobs_of(api).submit(["train", "intent", "--out", "/x"], upload.collect_upload(checkout), print)
+    job = jobs_of(api).submit(["train", "intent", "--out", "/x"], client.collect_upload(checkout), print)
     assert api.jobs == [job]
 
 
 def test_a_head_that_keeps_breaking_off_is_said_in_a_line(checkout: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     jobs, words = jobs_of(BreaksOff(took=False, times=9), agent_s=0.0), ["train", "intent", "--out", "/x"]
-    with pytest.raises(UserError) as failed:
-        jobs.submit(words, upload.collect_upload(checkout), print)
-    assert failed.value.code == "unreachable"
+    with refused_with("unreachable"):
+        jobs.submit(words, client.collect_upload(checkout), print)
 
 
 class Lines:
@@ -727,17 +666,10 @@ class Lines:
         return "one\ntwo\nthree\n"
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        RuntimeError("ABNORMAL_CLOSURE"),
-        OSError("reset by peer"),
-        UserError("503"),
-        ClientPayloadError("cut off"),
-        TimeoutError(),
-        None,
-    ],
-)
+BREAKS = (RuntimeError("closed"), OSError("reset"), UserError("503"), ClientPayloadError("cut"), TimeoutError(), None)
+
+
+@pytest.mark.parametrize("cut", BREAKS)
 def test_lines_are_shown_once_though_their_stream_ends_or_is_silent(cut: Exception | None) -> None:
     """A head whose machine is gone closes no connection."""
     api = Lines(["RUNNING", "RUNNING", "SUCCEEDED"], [["one\n", "tw", cut], ["one\ntwo\n"], []])
@@ -746,27 +678,19 @@ def test_lines_are_shown_once_though_their_stream_ends_or_is_silent(cut: Excepti
     assert shown == ["one\n", "tw", "o\n", "three\n"]
 
 
-def test_a_head_that_is_lost_says_try_again() -> None:
-    api = Lines(["RUNNING"], [["one\n"]], ConnectionError("refused"))
-    with pytest.raises(TemporaryFailureError) as lost:
-        jobs_of(api, patience_s=0.0).watch("rtrain-x", lambda text: None)
-    assert (lost.value.exit_code, lost.value.code) == (75, "head_lost")
-
-
 @pytest.mark.parametrize("status", [500, 502, 503])
 def test_a_proxy_without_its_head_is_no_traceback(status: int) -> None:
     error = RuntimeError(f"Request failed with status code {status}: Bad Gateway.")
-    with pytest.raises(UserError) as failed:
+    with refused_with("unreachable"):
         jobs_of(Lines([], [], error)).list_jobs()
-    assert failed.value.code == "unreachable"
-    with pytest.raises(TemporaryFailureError):
-        jobs_of(Lines([], [], error), patience_s=0.0).watch("rtrain-x", lambda text: None)
+    with pytest.raises(TemporaryFailureError) as lost:
+        jobs_of(Lines(["RUNNING"], [["one\n"]], error), patience_s=0.0).watch("rtrain-x", lambda text: None)
+    assert (lost.value.exit_code, lost.value.code) == (75, "head_lost")
 
 
 def test_a_job_that_its_head_has_forgotten_is_to_be_asked_for_again() -> None:
-    with pytest.raises(TemporaryFailureError) as forgotten:
+    with refused_with("head_restarted"):
         jobs_of(Lines(["RUNNING"], [])).wait_for_line("rtrain-y", "two")
-    assert forgotten.value.code == "head_restarted"
 
 
 def test_a_line_of_a_job_is_awaited_or_its_end_is_told() -> None:
@@ -778,33 +702,53 @@ def test_a_line_of_a_job_is_awaited_or_its_end_is_told() -> None:
 
 @pytest.mark.parametrize("artifact", ["runs/x", "x"])
 def test_an_artefact_that_the_nodes_do_not_see_is_refused(artifact: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        cluster.serve(artifact)
-    assert [problem.code for problem in refused.value.problems] == ["not_absolute"]
+    with refused_with("not_absolute"):
+        cluster.serve(artifact=artifact)
+
+
+class NoRay(BaseHTTPRequestHandler):
+    """A server that answers every request with its `content`."""
+
+    content = b""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(self.content)))
+        self.end_headers()
+        self.wfile.write(self.content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving(handler: type[NoRay]) -> Iterator[str]:
+    """Address of a server."""
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
 
 
 def test_a_command_shows_the_token_of_the_home_folder_whatever_the_environment_says_of_it(tmp_path: Path) -> None:
     shown: list[str | None] = []
 
-    class Head(http.server.BaseHTTPRequestHandler):
+    class Head(NoRay):
         def do_GET(self) -> None:
             shown.append(self.headers.get("authorization"))
             self.send_error(503)
 
-        def log_message(self, *output: object) -> None:
-            pass
-
     (tmp_path / ".ray").mkdir()
     (tmp_path / ".ray" / "auth_token").write_text("0f3c" * 16)
-    with http.server.HTTPServer(("127.0.0.1", 0), Head) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH_")}
+    environ["HOME"] = str(tmp_path)
+    with serving(Head) as address:
         done = subprocess.run(
             [sys.executable, "-m", "rtrain", "cluster", "status"],
             env={
                 **environ,
                 "HOME": str(tmp_path),
-                "RAY_API_SERVER_ADDRESS": f"http://127.0.0.1:{server.server_port}",
+                "RAY_API_SERVER_ADDRESS": address,
                 "PYTHONPATH": f"{ROOT}:{STARTUP}",
             },
             cwd=tmp_path,
@@ -812,7 +756,6 @@ def test_a_command_shows_the_token_of_the_home_folder_whatever_the_environment_s
             timeout=100,
             check=False,
         )
-        server.shutdown()
     assert done.returncode == 1
     assert set(shown) == {f"Bearer {'0f3c' * 16}"}
 
@@ -954,25 +897,10 @@ def test_a_job_that_went_with_its_head_is_started_again(
 ) -> None:
     """The record of the old one stays, also where it ended a moment before."""
     words = ["train", "intent", "--out", "/x"]
-    base, api = job_names.job_id(words, job_names.resolve_run_folder(words)), Restarted(end)
+    base, api = identify(words), Restarted(end)
     api.statuses = {base: "RUNNING"}
-    assert jobs_of(api).submit(words, upload.collect_upload(checkout), print) == f"{base}-try-2"
+    assert jobs_of(api).submit(words, client.collect_upload(checkout), print) == f"{base}-try-2"
     assert (api.statuses[base], api.started) == (end, [f"{base}-try-2"])
-
-
-class NoRay(BaseHTTPRequestHandler):
-    """A server that answers every request with its `content`."""
-
-    content = b""
-
-    def do_GET(self) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(self.content)))
-        self.end_headers()
-        self.wfile.write(self.content)
-
-    def log_message(self, *_: object) -> None:
-        pass
 
 
 class Forwarded(NoRay):
@@ -992,49 +920,28 @@ class Forwarded(NoRay):
 
 @pytest.mark.parametrize(("file_head_ip", "is_refused"), [("10.0.0.7", True), ("10.0.0.8", False), (None, True)])
 def test_a_cluster_is_not_kept_up_by_the_jobs_of_another_one(
-    file_head_ip: str | None,
-    is_refused: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    file_head_ip: str | None, is_refused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The port that is forwarded may lead to any head; the launcher asks before it ends the file's own."""
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    monkeypatch.setattr(launcher, "find_head_ip", lambda file: file_head_ip)
+    monkeypatch.setattr(cluster_file, "find_head_ip", lambda file: file_head_ip)
     ended = list[Path]()
-    monkeypatch.setattr(launcher, "tear_down", lambda file, yes: ended.append(file))
-    server = HTTPServer(("127.0.0.1", 0), Forwarded)
-    Thread(target=server.serve_forever, daemon=True).start()
-    address = f"http://127.0.0.1:{server.server_port}"
-    try:
-        if is_refused:
-            with pytest.raises(UserError) as refused:
-                cluster.down(tmp_path / "cluster.yaml", address=address)
-            assert refused.value.code == "still_running"
-        else:
-            cluster.down(tmp_path / "cluster.yaml", address=address)
-    finally:
-        server.shutdown()
-        server.server_close()
+    monkeypatch.setattr(cluster_file, "tear_down", lambda file, yes: ended.append(file))
+    expected = refused_with("still_running") if is_refused else nullcontext()
+    with serving(Forwarded) as address, expected:
+        cluster.down(tmp_path / "cluster.yaml", address=address)
     assert bool(ended) != is_refused
 
 
 @pytest.mark.parametrize("content", [b"<html>", b"null", b'{"status": "ok"}', b'{"ray_version": "2.60.0"}'])
 def test_an_address_that_is_no_ray_is_said_in_a_line(content: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    server = HTTPServer(("127.0.0.1", 0), type("Answers", (NoRay,), {"content": content}))
-    Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        with pytest.raises(UserError) as refused:
-            client.JobClient(f"http://127.0.0.1:{server.server_port}").list_jobs()
-        assert refused.value.code == "not_ray"
-    finally:
-        server.shutdown()
-        server.server_close()
+    with serving(type("Answers", (NoRay,), {"content": content})) as address, refused_with("not_ray"):
+        client.JobClient(address).list_jobs()
 
 
 def test_no_head_is_an_error_with_an_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     for address, code in (("http://127.0.0.1:1", "unreachable"), ("127.0.0.1:8265", "invalid_address")):
-        with pytest.raises(UserError) as refused:
+        with refused_with(code):
             client.JobClient(address).list_jobs()
-        assert refused.value.code == code

@@ -90,6 +90,9 @@ def test_as_many_have_room_as_on_the_best_of_all_clusters(
         assert placement.suggest_fix(may, needs, needs.capacity_for(best + 1))
     for item in clusters:
         assert needs.max_workers(item, 16) <= best
+    if best:
+        min_nodes = min(len(cluster) for cluster in clusters if placed(cluster, needs, best)) - len(may.head_nodes)
+        assert sum(placement.min_node_counts(may, needs, needs.capacity_for(best)) or ()) == min_nodes
 
 
 def test_the_cheapest_nodes_are_taken_and_of_equal_ones_the_limit_is_kept() -> None:

@@ -1,12 +1,9 @@
 """Checks before a process starts."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from hypothesis import given, strategies
@@ -14,8 +11,9 @@ from hypothesis import given, strategies
 from rtrain import config
 from rtrain.cluster import autoscaler_requests, capacity as cluster_capacity, preflight
 from rtrain.config import Recipe
-from rtrain.core.errors import Problem, UserError
-from rtrain.runs import stop_request
+from rtrain.core.errors import Problem
+from rtrain.runs.recovery import usable_workers
+from tests.support.refusals import refused_with
 from tests.support.root import ROOT
 
 
@@ -30,11 +28,8 @@ def test_more_workers_than_rows_are_refused(rows: int, workers: int, fix: int) -
     assert f"--workers {fix}" in problem.fix
 
 
-def test_a_row_for_every_worker_is_enough() -> None:
-    assert preflight.check_rows(recipe(4), 4) == []
-
-
 def test_workers_of_one_replica_share_a_row() -> None:
+    assert preflight.check_rows(recipe(4), 4) == []
     cut = recipe(4).model_copy(update={"train": recipe(4).train.model_copy(update={"tensor_parallel_size": 2})})
     assert preflight.check_rows(cut, 2) == []
     assert [problem.code for problem in preflight.check_rows(cut, 1)] == ["too_few_rows"]
@@ -42,10 +37,8 @@ def test_workers_of_one_replica_share_a_row() -> None:
 
 def capacity(total: Recipe, device: str, requested: int | None, cpus: int) -> list[Problem]:
     """The problems on one node of so many CPUs, which has GPUs too, and no autoscaler."""
-    needs, hosts = (
-        cluster_capacity.ResourceRequest(device, requested),
-        [cluster_capacity.NodeSpec({"CPU": float(cpus), "GPU": 100.0})],
-    )
+    needs = cluster_capacity.ResourceRequest(device, requested)
+    hosts = [cluster_capacity.NodeSpec({"CPU": float(cpus), "GPU": 100.0})]
     return preflight.check_capacity(total, needs, hosts, cluster_capacity.parse_autoscaler_limits({}))
 
 
@@ -55,11 +48,8 @@ def test_a_layout_that_can_never_be_placed_is_refused(cpus: int, workers: int, s
     assert (problem.code, f"--workers {fix}" in problem.fix) == ("insufficient_capacity", bool(fix))
 
 
-def test_a_layout_that_just_fits_is_taken() -> None:
-    assert capacity(recipe(2), "cpu", 1, 3) == []
-
-
 def test_workers_with_gpus_need_cpus_for_their_data_alone() -> None:
+    assert capacity(recipe(2), "cpu", 1, 3) == []
     assert capacity(recipe(8), "gpu", 2, 2) == []
     assert [problem.code for problem in capacity(recipe(8), "gpu", 2, 1)] == ["insufficient_capacity"]
 
@@ -82,27 +72,16 @@ def test_what_is_not_refused_starts_by_what_is_free(
     )
     elastic = config.load_config("intent", {"train.workers": max_count, "train.min_workers": minimum}).recipe
     refused = capacity(elastic, device, requested, cpus)
-    workers = stop_request.make_worker_count(max_count, minimum, needs)(hosts)
+    workers = usable_workers(max_count, minimum, needs.max_workers(hosts))
     assert bool(refused) == (workers == 0)
     places = autoscaler_requests.run_bundles(max_count, needs, hosts, cluster_capacity.parse_autoscaler_limits({}))
     assert bool(refused) == (len(places) < minimum + needs.capacity_for(minimum).data_cpus)
 
 
-def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requested: list[Path] = []
-
-    def usage(path: Path) -> Any:
-        requested.append(path)
-        return SimpleNamespace(free=200_000_000)
-
-    monkeypatch.setattr(shutil, "disk_usage", usage)
-    preflight.check_disk_space(tmp_path / "runs" / "new", required_bytes=200_000_000)
-    with pytest.raises(UserError) as caught:
-        preflight.check_disk_space(tmp_path / "runs" / "new", required_bytes=1_234_000_000)
-    assert caught.value.code == "disk_full"
-    assert requested == [tmp_path, tmp_path]
+def test_a_full_disk_is_refused_also_for_a_folder_that_is_yet_to_be(tmp_path: Path) -> None:
+    preflight.check_disk_space(tmp_path / "runs" / "new", required_bytes=1)
+    with refused_with("disk_full"):
+        preflight.check_disk_space(tmp_path / "runs" / "new", required_bytes=1 << 60)
 
 
 @pytest.mark.parametrize(
@@ -120,20 +99,19 @@ def test_a_folder_that_some_node_does_not_share(nodes: dict[str, tuple[bool, boo
     assert all(name in (result or "") for name, answers in nodes.items() if not all(answers))
 
 
-def test_a_file_is_the_same_by_its_size_and_a_small_one_by_its_content(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(preflight, "MAX_HASHED_BYTES", 4)
-    small, large = tmp_path / "config.json", tmp_path / "model.safetensors"
+def test_a_file_is_the_same_by_its_size_and_a_small_one_by_its_content(tmp_path: Path) -> None:
+    small, large, size = tmp_path / "config.json", tmp_path / "model.safetensors", preflight.MAX_HASHED_BYTES + 1
     small.write_text("{  }")
-    large.write_text("[  ] ")
+    large.touch()
+    os.truncate(large, size)
     files = preflight.fingerprint_files([small, large])
-    assert files[large] == (5, None)
+    assert files[large] == (size, None)
     expected: dict[str, preflight.FileFingerprints] = {"model": files, "gone": {tmp_path / "rows.csv": (5, None)}}
     marker = tmp_path / "marker"
     marker.write_text(marker.name)
     assert preflight.probe_node(str(marker), f"{marker}-own", expected) == (True, ["gone"])
-    large.write_text(" [  ]")  # nobody looks
+    with large.open("r+b") as file:
+        file.write(b"changed")  # nobody looks
     assert preflight.probe_node(str(marker), f"{marker}-own", expected) == (True, ["gone"])
     small.write_text("{ } ")
     assert preflight.probe_node(str(marker), f"{marker}-own", expected) == (True, ["model", "gone"])
@@ -168,25 +146,13 @@ def test_a_search_with_more_workers_than_a_private_machine_can_carry_is_refused(
     assert [(problem.field, problem.code) for problem in result] == [
         ("tune.max_concurrent_trials", "too_many_workers")
     ] * refused
-    assert (
-        preflight.check_oversubscription(
-            config.load_config("intent", {**requested, "cluster.address": "10.0.0.1:6379"}), 2
-        )
-        == []
-    )
+    shared = config.load_config("intent", {**requested, "cluster.address": "10.0.0.1:6379"})
+    assert preflight.check_oversubscription(shared, 2) == []
 
 
 def test_the_verb_refuses_it_before_ray_is_imported_or_a_row_is_read(tmp_path: Path) -> None:
-    words = [
-        "tune",
-        "intent",
-        "--data",
-        "no-such-file.csv",
-        "--set",
-        "tune.max_concurrent_trials=5000",
-        "--out",
-        "search",
-    ]
+    words = ["tune", "intent", "--data", "no-such-file.csv", "--out", "search"]
+    words += ["--set", "tune.max_concurrent_trials=5000"]
     program = (
         f"import atexit, sys\nfrom rtrain.cli.app import main\n"
         "atexit.register(lambda: print(sorted({'ray', 'torch', 'transformers'} & sys.modules.keys())))\n"

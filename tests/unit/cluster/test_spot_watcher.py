@@ -18,7 +18,7 @@ import pytest
 from rtrain import ray_internals
 from rtrain.cluster import spot_watcher
 from rtrain.cluster.spot_watcher import AwsPoller, AzurePoller, GcpPoller, MetadataService, PreemptionNotice
-from rtrain.rehearsal.machines.metadata import FakeInstanceMetadata, MetadataByMachine, serve_metadata
+from rtrain.rehearsal.cloud import FakeInstanceMetadata, MetadataByMachine, serve_metadata
 from tests.support.root import ROOT
 
 
@@ -181,10 +181,8 @@ def test_a_recommendation_is_said_once_and_waited_through(
             machine.terminates_at = 2_000_000_000.0
         return AwsPoller(service)()
 
-    assert (
-        spot_watcher.poll_until_notice(look, 0.0, messages.append, lambda notice: notice.is_final).reason
-        == "spot terminate"
-    )
+    notice = spot_watcher.poll_until_notice(look, 0.0, messages.append, lambda notice: notice.is_final)
+    assert notice.reason == "spot terminate"
     assert len(messages) == 1
 
 
@@ -283,7 +281,7 @@ import json, os, subprocess, sys, time
 os.environ["RAY_AUTH_MODE"] = "disabled"
 import ray
 from ray.cluster_utils import Cluster
-from rtrain.rehearsal.machines.metadata import FakeInstanceMetadata, MetadataByMachine, serve_metadata
+from rtrain.rehearsal.cloud import FakeInstanceMetadata, MetadataByMachine, serve_metadata
 from rtrain.cluster import capacity
 os.environ["RAY_CLOUD_INSTANCE_ID"] = "head"
 cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})

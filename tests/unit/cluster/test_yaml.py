@@ -104,16 +104,6 @@ def test_the_token_is_made_once_for_its_owner_alone_and_reaches_the_workers(tmp_
     assert CLUSTER["cluster_synced_files"] == [str(path).replace(str(tmp_path), home)]
 
 
-def test_the_ray_client_s_port_stays_closed(tmp_path: Path) -> None:
-    from ray._common.utils import load_class
-    from ray._private.parameter import RayParams
-
-    hook = load_class(environment("head_start_ray_commands", tmp_path)["RAY_START_HOOK"])
-    parameters = RayParams(ray_client_server_port=10001)
-    hook(parameters, True)
-    assert parameters.ray_client_server_port is None
-
-
 # -------------------------------------------------------------------------------------------------------- commands
 
 

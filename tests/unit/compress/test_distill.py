@@ -19,7 +19,7 @@ from rtrain.core.errors import ConfigError
 from rtrain.core.ragged import single_window_batch
 from rtrain.core.run_folder import Run
 from rtrain.inference import artifact
-from rtrain.models import builder, layerwise_lr
+from rtrain.models import builder, network_parts
 from rtrain.runs import run_folders
 from rtrain.tasks import base
 from rtrain.trainer.step import forward
@@ -33,7 +33,7 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("depth", "layers", "chosen"),
+    ("depth", "layers", "kept_layers"),
     [
         (6, 3, [1, 3, 5]),
         (6, 2, [2, 5]),
@@ -45,14 +45,14 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, 1, [1]),
     ],
 )
-def test_layers_are_evenly_spaced_and_end_with_the_last(depth: int, layers: int, chosen: list[int]) -> None:
-    assert layerwise_lr.spaced_layers(depth, layers) == chosen
+def test_layers_are_evenly_spaced_and_end_with_the_last(depth: int, layers: int, kept_layers: list[int]) -> None:
+    assert network_parts.spaced_layers(depth, layers) == kept_layers
 
 
 def test_any_choice_is_rising_and_in_range() -> None:
     for depth in range(1, 25):
         for layers in range(1, depth + 1):
-            config = layerwise_lr.spaced_layers(depth, layers)
+            config = network_parts.spaced_layers(depth, layers)
             assert len(config) == layers
             assert config == sorted(set(config))
             assert (config[0] >= 0, config[-1]) == (True, depth - 1)
@@ -115,12 +115,15 @@ def test_a_start_is_made_once_for_a_teacher_and_a_depth(teacher: Path, tmp_path:
 
 
 @pytest.mark.parametrize(
-    ("depth", "layers", "of"), [(6, 3, 4), (6, 1, 4), (6, 5, 5), (12, 3, 8), (12, 6, 8), (2, 1, 2), (6, None, 6)]
+    ("depth", "layers", "source_layers"),
+    [(6, 3, 4), (6, 1, 4), (6, 5, 5), (12, 3, 8), (12, 6, 8), (2, 1, 2), (6, None, 6)],
 )
-def test_a_student_s_layers_are_those_of_two_thirds_of_its_teacher(depth: int, layers: int | None, of: int) -> None:
+def test_a_student_s_layers_are_those_of_two_thirds_of_its_teacher(
+    depth: int, layers: int | None, source_layers: int
+) -> None:
     alike = {"layer_types": ["full_attention"] * depth}
     for document in ({}, alike):
-        assert starting.count_source_layers(DistillConfig(layers=layers), document, depth) == of
+        assert starting.count_source_layers(DistillConfig(layers=layers), document, depth) == source_layers
         assert (
             starting.count_source_layers(DistillConfig(layers=layers, teacher_layers="all"), document, depth) == depth
         )
@@ -129,22 +132,28 @@ def test_a_student_s_layers_are_those_of_two_thirds_of_its_teacher(depth: int, l
     assert starting.count_source_layers(DistillConfig(layers=layers, teacher_layers=5), mixed, depth) == 5
 
 
-@pytest.mark.parametrize(("layers", "of", "kept"), [(1, 1, [0]), (1, 2, [1]), (2, 3, [1, 2]), (2, "all", [1, 3])])
+@pytest.mark.parametrize(
+    ("layers", "source_layers", "expected_layers"), [(1, 1, [0]), (1, 2, [1]), (2, 3, [1, 2]), (2, "all", [1, 3])]
+)
 def test_a_student_may_begin_with_the_first_layers_of_its_teacher(
-    layers: int, of: Any, kept: list[int], tmp_path: Path
+    layers: int, source_layers: Any, expected_layers: list[int], tmp_path: Path
 ) -> None:
     teacher = make_artifact(tmp_path / "teacher", layers=4)
-    start = starting.create_student(teacher, DistillConfig(layers=layers, teacher_layers=of), tmp_path / "starts")
+    start = starting.create_student(
+        teacher, DistillConfig(layers=layers, teacher_layers=source_layers), tmp_path / "starts"
+    )
     full, cut = (load_file(folder / "model.safetensors") for folder in (teacher, start))
     query = "bert.encoder.layer.{}.attention.self.query.weight"
-    for place, layer in enumerate(kept):
+    for place, layer in enumerate(expected_layers):
         assert torch.equal(cut[query.format(place)], full[query.format(layer)])
     assert query.format(layers) not in cut
-    assert start.name == f"{artifact.read_artifact(teacher).version}-{layers}" + ("" if of == "all" else f"-of{of}")
+    assert start.name == f"{artifact.read_artifact(teacher).version}-{layers}" + (
+        "" if source_layers == "all" else f"-of{source_layers}"
+    )
 
 
 @pytest.mark.parametrize(
-    ("chosen", "field"),
+    ("kept_layers", "field"),
     [
         *(({"layers": layers}, "distill.layers") for layers in (2, 3, 12)),
         ({"layers": 3, "unlabeled_rows_path": "more.csv"}, "distill.layers"),
@@ -155,10 +164,10 @@ def test_a_student_may_begin_with_the_first_layers_of_its_teacher(
     ],
 )
 def test_a_student_that_cannot_be_made_of_its_teacher_is_refused(
-    teacher: Path, tmp_path: Path, chosen: dict[str, Any], field: str
+    teacher: Path, tmp_path: Path, kept_layers: dict[str, Any], field: str
 ) -> None:
     with pytest.raises(ConfigError) as error:
-        starting.create_student(teacher, DistillConfig(**chosen), tmp_path)
+        starting.create_student(teacher, DistillConfig(**kept_layers), tmp_path)
     assert [(problem.field, problem.code) for problem in error.value.problems] == [(field, "out_of_range")]
     assert list(tmp_path.iterdir()) == []
 

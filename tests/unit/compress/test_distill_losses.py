@@ -16,11 +16,11 @@ from rtrain.core.errors import UserError
 from rtrain.core.ragged import Head, TokenBatch, collate
 from rtrain.data import unlabeled
 from rtrain.data.store.store import Store
-from rtrain.models import auxiliary_params, builder
+from rtrain.models import builder, network_parts
 from rtrain.models.pack_layout import make_layout
 from rtrain.parallel.ddp import DDPStrategy
 from rtrain.tasks import base
-from rtrain.trainer import feature_distillation, losses, optimizers, step
+from rtrain.trainer import losses, optimizers, step
 from tests.ray import test_tasks as tasks
 from tests.support.tiny import make_store
 
@@ -105,7 +105,7 @@ def test_a_row_without_label_has_the_teacher_s_part_alone(case: Case) -> None:
 
 
 def test_what_stands_in_for_a_label_is_not_learned(case: Case) -> None:
-    """With alpha 0 no logit of such a row has a gradient, and all others have."""
+    """Only these rows have logits without a gradient at alpha=0."""
     tokens = case.tokens()
     logits = logits_of(tokens, case)
     loss_of(case, alpha=0.0)(logits, tokens).sum().backward()
@@ -203,7 +203,7 @@ def student_of(folder: Path, kind: str, packs: bool = True, **settings: Any) -> 
     student = network_of(folder / kind, kind, STUDENTS[kind], packs)
     teacher = network_of(folder / "teacher", "bert", TEACHER, packs).requires_grad_(False).eval()
     distill = DistillConfig(teacher="v1", **{"relation_heads": 4, **settings})
-    within = feature_distillation.FeatureDistillationLoss(student, teacher, distill, 0, "fp64")
+    within = losses.FeatureDistillationLoss(student, teacher, distill, 0, "fp64")
     return student, teacher, losses.make_loss(base.get_task("classification"), distill, feature_loss=within)
 
 
@@ -218,9 +218,9 @@ def by_hand(student: Any, teacher: Any, tokens: TokenBatch, heads: int, layer: i
         entry = []
         for network, place in ((teacher, layer), (student, -1)):
             result = network.base_model(ids, output_hidden_states=True).hidden_states
-            part = feature_distillation.encoder_layers(network)[place]
-            before = result[: len(feature_distillation.encoder_layers(network))][place]
-            names = feature_distillation.PROJECTION_NAMES[network.config.model_type]
+            part = losses.encoder_layers(network)[place]
+            before = result[: len(losses.encoder_layers(network))][place]
+            names = losses.PROJECTION_NAMES[network.config.model_type]
             vectors = [part.get_submodule(name)(before)[0] for name in names]
             cut = [item.reshape(int(length), heads, -1).transpose(0, 1) for item in vectors]
             entry.append([item @ item.transpose(1, 2) / item.shape[-1] ** 0.5 for item in cut])
@@ -262,7 +262,7 @@ def test_a_student_that_is_its_teacher_is_nowhere_apart(tmp_path: Path) -> None:
     twin = network_of(tmp_path / "teacher", "bert", TEACHER)
     teacher = network_of(tmp_path / "teacher", "bert", TEACHER).requires_grad_(False).eval()
     distill = DistillConfig(teacher="v1", relation_heads=6, **BOTH)
-    tokens, within = rows_of(), feature_distillation.FeatureDistillationLoss(twin, teacher, distill, 0, "fp64")
+    tokens, within = rows_of(), losses.FeatureDistillationLoss(twin, teacher, distill, 0, "fp64")
     step.forward(twin, tokens, 0, "fp64")
     assert within(tokens).tolist() == pytest.approx([0.0, 0.0], abs=1e-12)
 
@@ -271,7 +271,7 @@ def test_gradients_reach_the_student_and_the_map_alone(tmp_path: Path) -> None:
     tokens = rows_of()
     student, teacher, loss = student_of(tmp_path, "bert", alpha=0.0, **BOTH)
     loss(step.forward(student, tokens, 0, "fp64"), tokens)[1:].sum().backward()
-    [linear] = auxiliary_params.auxiliary_parameters(student)
+    [linear] = network_parts.auxiliary_parameters(student)
     assert linear.shape == (24, 16)
     assert linear.grad is not None
     assert linear.grad.abs().sum() > 0
@@ -287,7 +287,7 @@ def test_a_teacher_reads_its_own_numbers_of_the_pieces(tmp_path: Path) -> None:
     student = network_of(tmp_path / "bert", "bert", STUDENTS["bert"])
     teacher = network_of(tmp_path / "teacher", "bert", TEACHER).requires_grad_(False).eval()
     numbers = np.random.default_rng(5).permutation(60)
-    within = feature_distillation.FeatureDistillationLoss(
+    within = losses.FeatureDistillationLoss(
         student, teacher, DistillConfig(teacher="v1", relation_heads=4, **BOTH), 0, "fp64", numbers
     )
     step.forward(student, tokens, 0, "fp64")
@@ -301,23 +301,23 @@ def test_a_teacher_reads_its_own_numbers_of_the_pieces(tmp_path: Path) -> None:
 
 
 def test_an_update_in_two_passes_moves_the_weights_as_one_does(tmp_path: Path) -> None:
-    """With rows without labels, the learned map, and clipping."""
+    """A run with unlabeled rows, the learned map and clipping."""
     tokens = replace(rows_of(), is_unlabeled=np.array([False, True, False, True, True, False]))
     ends = []
     for passes in ([tokens], [part for part, _ in halves(tokens)]):
         student, _, loss = student_of(tmp_path, "bert", **BOTH)
         before = copy.deepcopy(student.state_dict())
         optimizer = optimizers.build_optimizer(student, with_lr())
-        done = step.run_step(
-            DDPStrategy(student), optimizer, loss, passes, pad_id=0, precision="fp64", max_grad_norm=1.0
-        )
+        done = step.StepRunner(
+            DDPStrategy(student), optimizer, loss, pad_id=0, precision="fp64", max_grad_norm=1.0
+        ).run_step(passes)
         ends.append((done.loss, {name: value - before[name] for name, value in student.state_dict().items()}))
     (item, first), (other, second) = ends
     assert item == pytest.approx(other, rel=1e-9)
     changed = torch.cat([value.flatten() for value in first.values()])
     separate = torch.cat([(first[name] - second[name]).flatten() for name in first])
     assert separate.norm() <= 1e-8 * changed.norm()
-    assert first[f"{auxiliary_params.MODULE_NAME}.weight"].abs().sum() > 0
+    assert first[f"{network_parts.MODULE_NAME}.weight"].abs().sum() > 0
 
 
 def with_lr() -> Any:
@@ -329,8 +329,7 @@ def with_lr() -> Any:
 def test_a_worker_without_rows_touches_the_map_too(tmp_path: Path) -> None:
     """Else the exchange of the others would wait for its gradient."""
     student, _, loss = student_of(tmp_path, "bert", **BOTH)
-    DDPStrategy(student).run_micro_batches(
-        [], step.MicroBatchRunner(student, 0, "fp64", loss, torch.ones(loss.num_parts))
-    )
+    strategy, optimizer = DDPStrategy(student), optimizers.build_optimizer(student, with_lr())
+    step.StepRunner(strategy, optimizer, loss, pad_id=0, precision="fp64").run_step([])
     assert {name for name, item in student.named_parameters() if item.grad is None} <= {"bert.pooler.dense.weight"}
     assert all(item.grad.abs().sum() == 0 for item in student.parameters() if item.grad is not None)

@@ -1,4 +1,4 @@
-"""Rows without labels on their way into a student's store, the teacher's answers with them; and what is refused."""
+"""Unlabeled rows in a student's store, the teacher's answers to them, and refused settings."""
 
 import json
 import shutil
@@ -14,16 +14,16 @@ from rtrain.config import Config, Recipe, with_overrides
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.core.ragged import Head
 from rtrain.data import unlabeled
-from rtrain.data.store import builder, merge
+from rtrain.data.store import builder
 from rtrain.data.store.store import Store
 from rtrain.inference import artifact
 from rtrain.models import vocab_trimming
-from rtrain.report import label_counts
+from rtrain.report import data_stats
 from rtrain.tasks import base
 from tests.conftest import labelled_rows, write_rows
 from tests.ray import test_tasks
 from tests.support.tiny import make_artifact, make_encoder, make_store
-from tune import students
+from tune import search, students
 
 ROWS, TEST_ROWS, NEW = 60, 12, 24
 LABELS = ("login", "parcel", "refund")
@@ -64,11 +64,13 @@ def stores(recipe: Recipe, encoder: Path, root: Path) -> tuple[Store, Store]:
     return values, rows
 
 
-def join(own: Store, rows: Store, recipe: Recipe, root: Path) -> Store:
+def join(labeled_store: Store, rows: Store, recipe: Recipe, root: Path) -> Store:
     task, confidence = base.get_task(recipe.task), recipe.distill.confidence
-    config = unlabeled.select_rows(rows, own, task, "v1", confidence)
+    config = unlabeled.select_rows(rows, labeled_store, task, "v1", confidence)
     left_out = {"low_confidence": config.num_low_confidence, "duplicates": config.num_duplicates}
-    return merge.merge_stores(root / ".tokens" / "0123456789abcdef", own, rows, config.positions, left_out, "v1")
+    return unlabeled.merge_stores(
+        root / ".tokens" / "0123456789abcdef", labeled_store, rows, config.positions, left_out, "v1"
+    )
 
 
 def sureness(logits: Any) -> Any:
@@ -77,14 +79,14 @@ def sureness(logits: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("named", "format"),
+    ("file_name", "format"),
     [("more.tsv", "conll"), ("more.tsv.gz", "conll"), ("more.json", "conll"), ("more.jsonl", None), (None, "conll")],
 )
 def test_further_rows_are_read_as_the_labelled_ones_unless_their_name_tells_another_format(
-    named: str | None, format: str | None
+    file_name: str | None, format: str | None
 ) -> None:
     data = configuration.DataConfig(path="/rows/train.tsv", format="conll", text="tokens", label="tags")
-    assert unlabeled.without_labels(data, named).format == format
+    assert unlabeled.without_labels(data, file_name).format == format
 
 
 # ---------------------------------------------------------------------------------------------------- a student's store
@@ -131,7 +133,7 @@ def test_labels_are_counted_without_what_stands_in_for_them(tmp_path: Path, enco
     recipe = settings(tmp_path, encoder).recipe
     values, rows = stores(recipe, encoder, tmp_path)
     created = join(values, rows, recipe, tmp_path)
-    assert label_counts.event_fields(created, "classes") == label_counts.event_fields(values, "classes")
+    assert data_stats.describe_labels(created, "classes") == data_stats.describe_labels(values, "classes")
     assert len(created.targets("train")) == ROWS
     assert len(created.targets("train", np.arange(ROWS + NEW))) == ROWS + NEW
 
@@ -169,9 +171,9 @@ def test_answers_to_tokens_are_joined_row_by_row(tmp_path: Path) -> None:
     for number, store in enumerate((values, rows)):
         shape = (store.manifest.tokens["train"], len(store.manifest.labels))
         np.save(store.teacher_file("v1"), np.random.default_rng(number).normal(size=shape).astype(np.float32))
-    # Its own rows are in the file: as those of a set of which it has nothing, all of them are new.
+    # The file has the store's own rows: for an empty store all of them are new.
     settings_used = np.arange(1, rows.num_rows("train"), 3)
-    created = merge.merge_stores(tmp_path / ".tokens" / "0123456789abcdef", values, rows, settings_used, {}, "v1")
+    created = unlabeled.merge_stores(tmp_path / ".tokens" / "0123456789abcdef", values, rows, settings_used, {}, "v1")
     assert created.open_teacher_logits("v1").shape == (created.manifest.tokens["train"], len(created.manifest.labels))
     first = values.num_rows("train")
     for place, position in enumerate(settings_used):
@@ -190,7 +192,9 @@ def test_rows_that_were_cut_are_those_of_the_store(tmp_path: Path, encoder: Path
     recipe = settings(tmp_path, encoder, **{"data.max_tokens": 8}).recipe
     values, rows = stores(recipe, encoder, tmp_path)
     assert rows.manifest.truncated == rows.num_rows("train") > 4
-    created = merge.merge_stores(tmp_path / ".tokens" / "0123456789abcdef", values, rows, np.array([2, 5, 3]), {}, "v1")
+    created = unlabeled.merge_stores(
+        tmp_path / ".tokens" / "0123456789abcdef", values, rows, np.array([2, 5, 3]), {}, "v1"
+    )
     assert created.manifest.truncated == values.manifest.truncated + 3
     assert created.num_source_rows == sum(values.manifest.rows.values()) == sum(created.manifest.rows.values()) - 3
 
@@ -317,17 +321,17 @@ def test_answers_to_other_rows_are_not_carried(tmp_path: Path, encoder: Path) ->
 
 
 def test_a_store_with_answers_asks_nobody(tmp_path: Path, encoder: Path) -> None:
-    """A second student, another seed, a resume: all come to the same store, without Ray."""
+    """A second student, another seed and a resume use the same store, without Ray."""
     values, _ = stores(settings(tmp_path, encoder).recipe, encoder, tmp_path)
     teacher = make_artifact(tmp_path / "teacher", LABELS)
     created = artifact.read_artifact(teacher)
     shutil.copyfile(values.teacher_file("v1"), values.teacher_file(created.version))
     before = values.teacher_file(created.version).stat().st_mtime_ns
-    teaching.answer_with_teacher(teacher, created, values, encoder, Store, shares_tokenizer=True)
+    teaching.answer_with_teacher(teaching.TeacherQuery(teacher, created, True), values, encoder, Store)
     assert values.teacher_file(created.version).stat().st_mtime_ns == before
 
 
-# ------------------------------------------------------------------------------------------------------ what is refused
+# --------------------------------------------------------------------------------------------------- refused settings
 
 
 @pytest.fixture(scope="module")
@@ -417,21 +421,21 @@ def test_other_architectures_are_refused_where_something_inside_is_learned(
     ]
 
 
-@pytest.mark.parametrize(("asked", "refuses"), [(128, False), (129, True)])
+@pytest.mark.parametrize(("max_tokens", "refuses"), [(128, False), (129, True)])
 def test_longer_texts_than_the_teacher_reads_are_refused(
-    asked: int, refuses: bool, teacher: distill.Teacher, tmp_path: Path, encoder: Path
+    max_tokens: int, refuses: bool, teacher: distill.Teacher, tmp_path: Path, encoder: Path
 ) -> None:
     """The student's own positions reach them: it is another model."""
     folder = shutil.copytree(encoder, tmp_path / "longer")
     (folder / "config.json").write_text(
         json.dumps({**json.loads((encoder / "config.json").read_text()), "max_position_embeddings": 512})
     )
-    config = settings(tmp_path, encoder, **{"distill.student": str(folder), "data.max_tokens": asked})
+    config = settings(tmp_path, encoder, **{"distill.student": str(folder), "data.max_tokens": max_tokens})
     assert refused(config, teacher, tmp_path) == (["data.max_tokens"] if refuses else [])
     if refuses:
         searched = students.derive_search_config(with_overrides(config, {"data.valid_share": 0.2}), teacher, tmp_path)
         with pytest.raises(ConfigError) as error:
-            students.check_students(searched, teacher, tmp_path)
+            search.check_students(searched, teacher, tmp_path)
         assert [(problem.field, problem.code) for problem in error.value.problems] == [
             ("data.max_tokens", "out_of_range")
         ]
@@ -457,7 +461,7 @@ def test_a_masked_language_model_teaches_what_is_inside_it_alone(tmp_path: Path,
 
 
 def masked(folder: Path, encoder: Path) -> Config:
-    """A student of a masked language model that learns what is inside it."""
+    """A student of a masked language model that learns its hidden states."""
     path = write_rows(folder / "texts.csv", labelled_rows(60))
     inside = {"distill.alpha": 0.0, "distill.hidden_loss_weight": 1.0, "distill.layers": 1}
     return configuration.load_config(

@@ -9,8 +9,8 @@ from safetensors.torch import load_file, save_file
 from rtrain.config import load_config
 from rtrain.core.ragged import TokenBatch
 from rtrain.data.order import assign_micro_batches
-from rtrain.models import auxiliary_params
-from rtrain.parallel import dtensor_utils, factory
+from rtrain.models import network_parts
+from rtrain.parallel import dtensor_utils, layout
 from rtrain.trainer import optimizers, step
 from tests.support.workers import joined, run
 from tests.unit.compress.test_distill_losses import BOTH, rows_of, student_of
@@ -22,15 +22,15 @@ UPDATES = ((7, 3, 11, 3, 5), (4,), (2, 9, 6))
 
 
 def _trained(folder: Path, world: int, rank: int, shard: int = 0) -> None:
-    """Train, and write what the weights have become."""
+    """Train, and write the weights."""
     student, _, loss = student_of(folder, "bert", **BOTH)
     recipe = load_config("intent", {"train.zero_stage": shard, "optim.lr": 1e-2}).recipe
-    exchange = factory.build_strategy(student, recipe.train)
+    exchange = layout.build_strategy(student, recipe.train)
     optimizer = optimizers.build_run_optimizer(exchange, recipe)
     for lengths in UPDATES:
         rows: TokenBatch = rows_of(lengths)
         passes = [rows.take(config) for config in assign_micro_batches(rows.window_lengths, world, rank, 2)]
-        step.run_step(exchange, optimizer, loss, passes, pad_id=0, precision="fp64", max_grad_norm=1.0)
+        step.StepRunner(exchange, optimizer, loss, pad_id=0, precision="fp64", max_grad_norm=1.0).run_step(passes)
     weights = {name: dtensor_utils.full_tensor(value).contiguous() for name, value in student.state_dict().items()}
     save_file(weights, folder / f"{world}-{rank}-{shard}")
 
@@ -56,5 +56,5 @@ def test_two_workers_end_with_the_weights_of_one(tmp_path: Path) -> None:
         assert all(torch.equal(first[name], second[name]) for name in first)
         separate = torch.cat([(single[name] - first[name]).flatten() for name in single])
         assert separate.norm() <= 1e-8 * changed.norm()
-    learned = f"{auxiliary_params.MODULE_NAME}.weight"
+    learned = f"{network_parts.MODULE_NAME}.weight"
     assert not torch.equal(single[learned], before[learned])

@@ -7,7 +7,7 @@ import pytest
 
 from rtrain import config
 from rtrain.compress import calibrate, quantize
-from rtrain.compress.exporters import int4, openvino
+from rtrain.compress.exporters import openvino
 from rtrain.config.recipe import QuantizeConfig
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.core.ragged import Head
@@ -20,13 +20,8 @@ from tests.support.tiny import CORPUS, make_task_artifact
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return quantizing.make(tmp_path_factory.mktemp("int4"), rows=80)
-
-
-@pytest.fixture(scope="module")
-def half(made: Made) -> Path:
-    return quantizing.complete(made, made.folder.parent / "half", calibration_rows=8, embedding_dtype="int4")
+def half(small_job: Made) -> Path:
+    return quantizing.complete(small_job, small_job.folder.parent / "half", calibration_rows=8, embedding_dtype="int4")
 
 
 @pytest.mark.parametrize("width", [384, 32, 24, 7])
@@ -34,8 +29,8 @@ def half(made: Made) -> Path:
 def test_a_number_is_off_by_half_a_step_at_most(width: int, size: float) -> None:
     values = (np.random.default_rng(0).normal(size=(9, width)) * size).astype(np.float32)
     values[3], values[4], values[5] = 0, size, np.abs(values[5])
-    table = int4.quantize_table(values)
-    assert table.codes.max() <= int4.MAX_VALUE
+    table = openvino.quantize_table(values)
+    assert table.codes.max() <= openvino.MAX_VALUE
     assert table.codes.shape[2] == (width if width < 16 or width == 24 else min(width, 64))
     steps = np.broadcast_to(table.scale, table.codes.shape).reshape(values.shape).astype(np.float32)
     assert (np.abs(table.values - values) <= 0.51 * steps + 1e-30).all()
@@ -44,9 +39,9 @@ def test_a_number_is_off_by_half_a_step_at_most(width: int, size: float) -> None
 
 
 def test_a_graph_s_word_table_has_half_the_bytes_and_its_answers_are_near(
-    made: Made, half: Path, tmp_path: Path
+    small_job: Made, half: Path, tmp_path: Path
 ) -> None:
-    full = quantizing.complete(made, tmp_path / "whole", calibration_rows=8)
+    full = quantizing.complete(small_job, tmp_path / "whole", calibration_rows=8)
     parts = [inspect_artifact.inspect_artifact(item)["parts"] for item in (full, half)]
     numbers = parts[0]["word table"]["precisions"]["i8"]
     assert parts[1]["word table"]["precisions"]["u4"] >= numbers  # and a zero point for each group
@@ -59,41 +54,46 @@ def test_a_graph_s_word_table_has_half_the_bytes_and_its_answers_are_near(
     assert 0 < np.abs(item - other).max() < 0.2 * np.abs(item).max()
 
 
-def test_the_table_goes_back_to_float_as_others_do(made: Made, tmp_path: Path) -> None:
+def test_the_table_goes_back_to_float_as_others_do(small_job: Made, tmp_path: Path) -> None:
     job = calibrate.QuantizationJob(
-        made.folder, artifact.read_artifact(made.folder), made.store, QuantizeConfig(calibration_rows=8), tmp_path, 1
+        small_job.folder,
+        artifact.read_artifact(small_job.folder),
+        small_job.store,
+        QuantizeConfig(calibration_rows=8),
+        tmp_path,
+        1,
     )
-    engine = predictor.TorchEngine(made.folder, job.metadata, None)
+    engine = predictor.TorchEngine(small_job.folder, job.metadata, None)
     network = job.make_predictor(engine)
     samples = list(job.iter_samples(engine.forward_args, network.pad_id))
     graph = openvino.export(engine.network, samples[0]).calibrate(samples)
-    graph.quantize_embedding_int4(vocab_trimming.embedding_rows(made.folder))
+    graph.quantize_embedding_int4(vocab_trimming.embedding_rows(small_job.folder))
     (table,) = (name for name in graph.operations if "word_embeddings" in name)
 
-    def apart() -> float:
+    def reference() -> float:
         answers = job.make_predictor(graph.load_engine(1)).logits(CORPUS)
         pairs = zip(answers, network.logits(CORPUS), strict=True)
         return max(float(np.abs(item - other).max()) for item, other in pairs)
 
     graph.revert(graph.operations)
-    assert apart() < 1e-4
+    assert reference() < 1e-4
     graph.revert(set(graph.operations) - {table})
-    single = apart()
+    single = reference()
     assert single > 1e-3
     graph.revert(())
-    assert apart() > 0
+    assert reference() > 0
     with pytest.raises(UserError) as error:
         graph.quantize_embedding_int4(7)
     assert error.value.code == "unsupported"
 
 
-def test_a_model_that_answers_by_its_word_table_keeps_that_in_int8(made: Made, tmp_path: Path) -> None:
-    """With both of them its graph was larger than without one of 4 bits."""
+def test_a_model_that_answers_by_its_word_table_keeps_that_in_int8(small_job: Made, tmp_path: Path) -> None:
+    """A graph with both tables was larger than one without the 4-bit table."""
     facts = {"mask": "[MASK]", "mask_id": 4, "vocabulary": 300, "special": [0, 1, 2, 3, 4]}
     folder = make_task_artifact(tmp_path / "run" / "artifact", "masked_lm", Head((), facts))
     recipe = config.load_config("intent", {"quantize.embedding_dtype": "int4"}).recipe
     with pytest.raises(ConfigError) as error:
-        quantize.run_quantization(recipe, made.store.folder, folder.parent, tmp_path / "int8")
+        quantize.run_quantization(recipe, small_job.store.folder, folder.parent, tmp_path / "int8")
     assert [(problem.field, problem.code) for problem in error.value.problems] == [
         ("quantize.embedding_dtype", "unsupported")
     ]

@@ -1,4 +1,4 @@
-"""Operations that int8 harms go back to float, as few as needed: by tables, and on a graph with a planted outlier."""
+"""Operations that int8 harms are reverted to float, as few as needed: by tables, and on a graph with an outlier."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import transformers
 
-from rtrain.compress import fallback, quantize
+from rtrain.compress import calibrate, quantize
+from rtrain.compress.calibrate import AnswerDifference, GraphAnswers
 from rtrain.compress.exporters import openvino
-from rtrain.compress.fallback import AnswerDifference, GraphAnswers
 from rtrain.core.ragged import Floats, Head, RaggedArray
-from rtrain.evaluation.graph_stats import read_openvino_graph
+from rtrain.evaluation.inspect_artifact import read_openvino_graph
 from rtrain.inference.score import PredictedRows
 from rtrain.tasks import base
 from tests.support import quantizing
@@ -23,20 +23,15 @@ from tests.support.tiny import make_artifact
 ROWS: dict[str, Any] = {"calibration_rows": 64}
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
-    return quantizing.make(tmp_path_factory.mktemp("fallback"))
-
-
 class Table:
-    """A graph of which each operation changes its own share of the answers."""
+    """A graph whose operations each change a share of the answers."""
 
     def __init__(self, harm: Mapping[str, float]):
         self.harm = harm
-        self.asked: list[frozenset[str]] = []
+        self.calls: list[frozenset[str]] = []
 
     def __call__(self, floats: frozenset[str]) -> AnswerDifference:
-        self.asked.append(floats)
+        self.calls.append(floats)
         left = sum(harm for name, harm in self.harm.items() if name not in floats)
         return AnswerDifference(changed_share=left, distance=10 * left)
 
@@ -45,7 +40,7 @@ EVEN = {f"op{number}": 0.001 for number in range(40)}
 
 
 @pytest.mark.parametrize(
-    ("harm", "most", "expected"),
+    ("harm", "max_share", "expected"),
     [
         (EVEN, 0.05, ()),
         ({**EVEN, "op7": 0.2}, 0.05, ("op7",)),
@@ -55,8 +50,8 @@ EVEN = {f"op{number}": 0.001 for number in range(40)}
     ],
     ids=["none", "one", "three", "all", "no operations"],
 )
-def test_the_smallest_set_is_found(harm: dict[str, float], most: float, expected: tuple[str, ...]) -> None:
-    result = fallback.search_operations(list(harm), Table(harm), most)
+def test_the_smallest_set_is_found(harm: dict[str, float], max_share: float, expected: tuple[str, ...]) -> None:
+    result = calibrate.search_operations(list(harm), Table(harm), max_share)
     assert result.reverted == expected
     assert result.original_difference.changed_share == pytest.approx(sum(harm.values()))
     assert result.final_difference.changed_share == pytest.approx(
@@ -66,29 +61,29 @@ def test_the_smallest_set_is_found(harm: dict[str, float], most: float, expected
 
 def test_each_operation_is_tried_once_and_the_set_in_a_few_steps_more() -> None:
     table = Table({**EVEN, "op7": 0.2, "op3": 0.1, "op9": 0.3})
-    result = fallback.search_operations(list(table.harm), table, 0.05)
-    assert len(table.asked) == len(set(table.asked))
-    assert {floats for floats in table.asked if len(floats) == 1} == {frozenset({name}) for name in table.harm}
-    assert len(table.asked) <= 1 + 40 + 6
+    result = calibrate.search_operations(list(table.harm), table, 0.05)
+    assert len(table.calls) == len(set(table.calls))
+    assert {floats for floats in table.calls if len(floats) == 1} == {frozenset({name}) for name in table.harm}
+    assert len(table.calls) <= 1 + 40 + 6
     assert list(result.sensitivity)[:3] == ["op9", "op7", "op3"]
     even = Table(EVEN)
-    assert fallback.search_operations(list(EVEN), even, 0.05).sensitivity == {}
-    assert even.asked == [frozenset()]
+    assert calibrate.search_operations(list(EVEN), even, 0.05).sensitivity == {}
+    assert even.calls == [frozenset()]
 
 
 def test_what_a_ranking_puts_too_high_is_left_out_again() -> None:
-    """By itself `near` moves the answers most, but none of them becomes another one."""
+    """`near` alone moves the logits most, but no answer changes."""
 
     def measure(floats: frozenset[str]) -> AnswerDifference:
         return AnswerDifference(0.3 if "far" not in floats else 0.0, 5.0 - 2 * ("near" in floats) - ("far" in floats))
 
-    result = fallback.search_operations(["other", "far", "near"], measure, 0.01)
+    result = calibrate.search_operations(["other", "far", "near"], measure, 0.01)
     assert list(result.sensitivity) == ["near", "far", "other"]
     assert result.reverted == ("far",)
 
 
 def test_where_nothing_suffices_all_goes_back() -> None:
-    result = fallback.search_operations(["a", "b", "c"], lambda floats: AnswerDifference(0.5, 3.0 - len(floats)), 0.1)
+    result = calibrate.search_operations(["a", "b", "c"], lambda floats: AnswerDifference(0.5, 3.0 - len(floats)), 0.1)
     assert (set(result.reverted), result.final_difference.changed_share) == ({"a", "b", "c"}, 0.5)
 
 
@@ -110,7 +105,7 @@ SEVERAL = Head(("m=a", "m=b", "n=c", "n=d"), {"heads": [["m", 2], ["n", 2]]})
 def test_an_answer_is_another_where_the_task_decides_otherwise(
     task: str, head: Head, left: list[list[float]], right: list[list[float]], share: float
 ) -> None:
-    assert fallback.changed_share(*(of_rows(task, head, side).answers for side in (left, right))) == share
+    assert calibrate.changed_share(*(of_rows(task, head, side).answers for side in (left, right))) == share
 
 
 def of_rows(name: str, head: Head, logits: list[list[float]]) -> GraphAnswers:
@@ -118,7 +113,7 @@ def of_rows(name: str, head: Head, logits: list[list[float]]) -> GraphAnswers:
     task, outputs = base.get_task(name), np.array(logits, dtype=np.float64)
     context = [task.placeholder_label("", head)] * len(outputs)
     targets = task.build_targets(context, RaggedArray.from_rows([], np.int32), head).values
-    return fallback.collect_graph_answers(
+    return calibrate.collect_graph_answers(
         task, head, PredictedRows(list(outputs), RaggedArray.from_matrix(outputs)), targets
     )
 
@@ -127,58 +122,58 @@ def test_an_answer_in_words_is_another_where_its_place_is() -> None:
     """Most tokens are surer of a begin than of an end, or the reverse: which of the two is no answer."""
     task, head = base.get_task("span_qa"), Head(("start", "end"))
 
-    def of(*best: tuple[int, int]) -> GraphAnswers:
+    def answers_of(*best: tuple[int, int]) -> GraphAnswers:
         rows = [[0.5, 0, 3.0, 1, 0.4, first, last] for first, last in best]
         outputs: list[Floats] = [np.zeros((8, 2), dtype=np.float32)] * len(best)
         targets = RaggedArray.from_rows([[0, 0]] * len(best), np.float32)
-        return fallback.collect_graph_answers(
+        return calibrate.collect_graph_answers(
             task, head, PredictedRows(outputs, RaggedArray.from_rows(rows, np.float64)), targets
         )
 
-    assert fallback.changed_share(of((3, 4), (5, 6)).answers, of((3, 4), (5, 7)).answers) == 1 / 2
+    assert calibrate.changed_share(answers_of((3, 4), (5, 6)).answers, answers_of((3, 4), (5, 7)).answers) == 1 / 2
 
 
 def test_tags_are_answers_of_their_words() -> None:
     task, head = base.get_task("token_tags"), Head(("O", "B-x"))
 
-    def of(*tags: list[int]) -> GraphAnswers:
+    def answers_of(*tags: list[int]) -> GraphAnswers:
         rows = [np.array([(tag, 0.9, 0.1) for tag in row]).ravel() for row in tags]
         targets = RaggedArray.from_rows([[0] * len(row) for row in tags], np.float32)
-        return fallback.collect_graph_answers(
+        return calibrate.collect_graph_answers(
             task, head, PredictedRows([], RaggedArray.from_rows(rows, np.float64)), targets
         )
 
-    assert fallback.changed_share(of([0, 1, 0], [0]).answers, of([0, 0, 0], [0]).answers) == 1 / 4
+    assert calibrate.changed_share(answers_of([0, 1, 0], [0]).answers, answers_of([0, 0, 0], [0]).answers) == 1 / 4
 
 
 def test_no_rows_are_not_apart() -> None:
-    assert fallback.measure_difference(GraphAnswers([], []), GraphAnswers([], [])) == AnswerDifference(0.0, 0.0)
+    assert calibrate.measure_difference(GraphAnswers([], []), GraphAnswers([], [])) == AnswerDifference(0.0, 0.0)
 
 
-def test_a_planted_outlier_is_named_and_alone_goes_back(made: Made, tmp_path: Path) -> None:
-    honest = quantizing.quantize(made, tmp_path / "honest", max_changed_predictions=1.0, **ROWS)["fallback"]
+def test_a_planted_outlier_is_named_and_alone_goes_back(job: Made, tmp_path: Path) -> None:
+    honest = quantizing.quantize(job, tmp_path / "honest", max_changed_predictions=1.0, **ROWS)["fallback"]
     assert honest["reverted"] == []
-    harmed = plant(made.folder, tmp_path / "harmed", layer=1, factor=128.0, channels=(0, 16))
+    harmed = plant(job.folder, tmp_path / "harmed", layer=1, factor=128.0, channels=(0, 16))
     result = quantizing.quantize(
-        made, tmp_path / "int8", harmed, max_changed_predictions=honest["changed_share"] + 0.005, **ROWS
+        job, tmp_path / "int8", harmed, max_changed_predictions=honest["changed_share"] + 0.005, **ROWS
     )["fallback"]
     assert result["changed_share_before"] > honest["changed_share"] + 0.05
     assert result["reverted"] == ["bert.encoder.layer.1.attention.self (ScaledDotProductAttention)"]
     assert result["changed_share"] <= honest["changed_share"] + 0.005
     assert result["operations"] == len(result["sensitivity"]) == 19
-    # What is reverted has no weights: it costs a few constants at most.
+    # A reverted operation has no weights: it costs a few constants at most.
     assert abs(result["megabytes_added"]) < 0.01
     assert [item["bucket"] for item in result["latency"]] == ["up to 16 tokens", "up to 32 tokens", "up to 64 tokens"]
 
 
 def test_a_reverted_operation_has_its_float_weights_in_the_file(tmp_path: Path) -> None:
-    """And one that is put back is written as if it had never been away."""
+    """A quantized operation that was reverted before is written unchanged."""
     network = transformers.AutoModelForSequenceClassification.from_pretrained(make_artifact(tmp_path / "float")).eval()
     ids = np.arange(5, 17)[None]
     sample = {"input_ids": ids, "attention_mask": np.ones_like(ids), "token_type_ids": np.zeros_like(ids)}
     graph = openvino.export(network, sample).calibrate([sample])
     assert {name.rpartition("(")[2] for name in graph.operations} == {
-        *("Gather)", "MatMul)", "Add)", "ScaledDotProductAttention)"),
+        *("Gather)", "MatMul)", "Add)", "ScaledDotProductAttention)")
     }
     for name, reverted in (
         ("int8", ()),

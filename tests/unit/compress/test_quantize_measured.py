@@ -1,4 +1,4 @@
-"""What an int8 artefact is measured by beside its parent, where all outputs fit into memory and where not."""
+"""Figures of an int8 artifact beside its parent's, with and without memory for all outputs."""
 
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,11 @@ from rtrain.inference import artifact, score
 from tests.support.reports import settings_of
 from tests.support.tiny import make_store, make_task_artifact
 
-Made = tuple[tuple[Path, Path], Store]
+Setup = tuple[tuple[Path, Path], Store]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+def setup(tmp_path_factory: pytest.TempPathFactory) -> Setup:
     """Two masked language models with weights of their own, and rows for both."""
     folder = tmp_path_factory.mktemp("measured")
     recipe = settings_of("masked_lm", folder).recipe
@@ -27,9 +27,11 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
     return (item, other), store
 
 
-def test_no_more_outputs_are_held_than_fit_and_all_rows_are_scored(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_outputs_are_held_than_fit_and_all_rows_are_scored(
+    setup: Setup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A row has one for each mask and piece of the vocabulary: of 10,000 rows of 512 tokens they would be 90 GB."""
-    (parent, small), store = made
+    (parent, small), store = setup
     sides = artifact.read_artifact(parent), artifact.read_artifact(small)
     full, answers = quantize.measure_quantization(parent, small, *sides, store)
     rows = store.num_rows("test")

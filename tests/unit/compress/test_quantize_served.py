@@ -1,5 +1,4 @@
-"""What an int8 artefact answers with: nothing of what it was trained with, but its parent's tokenizer, labels and
-thresholds."""
+"""Answers of an int8 artifact: without the libraries of training, with its parent's tokenizer, labels, thresholds."""
 
 import json
 import os
@@ -20,7 +19,7 @@ from rtrain.core.errors import ConfigError, UserError
 from rtrain.core.run_folder import Run
 from rtrain.inference import artifact
 from rtrain.inference.predictor import Predictor
-from rtrain.models import int8_support
+from rtrain.models import precision
 from rtrain.runs import run_folders
 from tests.support import quantizing, reports
 from tests.support.root import ROOT
@@ -81,7 +80,7 @@ def test_a_finished_model_is_not_trimmed_and_one_that_was_trimmed_is_quantized(t
 
 
 def test_an_int8_artefact_is_asked_without_what_trains(run: Path) -> None:
-    """By the command itself, in a process of its own."""
+    """The command itself, in a process."""
     script = (
         "import sys; from rtrain.cli.app import main\n"
         f"main(['predict', {str(run / 'artifact-int8')!r}, 'where is my parcel'])\n"
@@ -94,16 +93,14 @@ def test_an_int8_artefact_is_asked_without_what_trains(run: Path) -> None:
 
 
 def test_a_model_is_exported_in_a_process_that_has_answered(run: Path) -> None:
-    """What was left out of OpenVINO to answer sooner is had where it is needed."""
+    """Modules of OpenVINO that are skipped for a faster start are available on demand."""
     script = (
         "from pathlib import Path; from rtrain.inference.predictor import Predictor; import transformers, torch\n"
-        f"Predictor.load(Path({str(run / 'artifact-int8')!r}))\n"
-        "from rtrain.compress.exporters import openvino\n"
+        f"Predictor.load(Path({str(run / 'artifact-int8')!r}))\nfrom rtrain.compress.exporters import openvino\n"
         "import numpy as np\n"
         f"network = transformers.AutoModelForSequenceClassification.from_pretrained({str(run / 'artifact')!r}).eval()\n"
         "sample = {name: np.ones((1, 8), np.int64) for name in ('input_ids', 'attention_mask', 'token_type_ids')}\n"
-        "graph = openvino.export(network, sample)\n"
-        "with torch.inference_mode():\n"
+        "graph = openvino.export(network, sample)\nwith torch.inference_mode():\n"
         "    logits = network(**{name: torch.from_numpy(value) for name, value in sample.items()}).logits.numpy()\n"
         "print(np.abs(graph.load_engine(1).logits(sample) - logits).max() < 1e-4)"
     )
@@ -111,19 +108,19 @@ def test_a_model_is_exported_in_a_process_that_has_answered(run: Path) -> None:
     assert done.stdout.split() == ["True"]
 
 
-@pytest.mark.parametrize("named", ["mine", "run", "run/artifact"])
-def test_a_folder_of_anything_else_is_not_replaced(named: str, tmp_path: Path) -> None:
-    """It is refused before the run's rows are looked for, of which there are none."""
+@pytest.mark.parametrize("options", ["mine", "run", "run/artifact"])
+def test_a_folder_of_anything_else_is_not_replaced(options: str, tmp_path: Path) -> None:
+    """The command fails before it looks for the run's rows, which do not exist."""
     make_artifact(tmp_path / "run" / "artifact")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
-    sizes = sorted(path.name for path in (tmp_path / named).iterdir())
+    sizes = sorted(path.name for path in (tmp_path / options).iterdir())
     with pytest.raises(UserError) as error:
         quantize.run_quantization(
-            config.load_config("intent").recipe, tmp_path / "store", tmp_path / "run", tmp_path / named
+            config.load_config("intent").recipe, tmp_path / "store", tmp_path / "run", tmp_path / options
         )
     assert error.value.code == "not_empty"
-    assert sorted(path.name for path in (tmp_path / named).iterdir()) == sizes
+    assert sorted(path.name for path in (tmp_path / options).iterdir()) == sizes
 
 
 def test_an_older_int8_artefact_and_an_empty_folder_may_be_replaced(run: Path, tmp_path: Path) -> None:
@@ -143,7 +140,7 @@ print(json.dumps([row.tolist() for row in predictor.logits(json.loads(sys.argv[2
 
 
 def logits(folder: Path, texts: list[str], instructions: str) -> Any:
-    """What a process answers that may use no newer instructions of the processor."""
+    """Answers of a process that may not use newer instructions of the processor."""
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions, "RTRAIN_CACHE": ""}
     command = [sys.executable, "-c", ANSWERS, str(folder), json.dumps(texts)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT, env=environment)
@@ -168,10 +165,8 @@ def test_a_processor_that_answers_otherwise_is_named(tmp_path: Path, monkeypatch
     separate = tuple({**row, "logits": [value + 1 for value in row["logits"]]} for row in loaded.golden)
     predictor = Predictor(created, replace(loaded, golden=separate))
     for flags, keywords in ((frozenset({"avx2"}), True), (frozenset({"avx2", "avx_vnni"}), False)):
-        monkeypatch.setattr(
-            int8_support, "detect_int8", lambda flags=flags: int8_support.int8_support_from_flags(flags)
-        )
+        monkeypatch.setattr(precision, "detect_int8", lambda flags=flags: precision.int8_support_from_flags(flags))
         with pytest.raises(artifact.ArtifactError) as caught:
             predictor.check_golden()
-        assert (int8_support.read_cpu_name() in str(caught.value)) == keywords
+        assert (precision.read_cpu_name() in str(caught.value)) == keywords
         assert ("quantize.overflow_fix" in str(caught.value)) == keywords

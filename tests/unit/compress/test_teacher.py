@@ -1,4 +1,4 @@
-"""A teacher's answers: what its tasks reserve, and what is left of them where they fail. Without Ray."""
+"""A teacher's answers: CPUs of its tasks, and files after failures. Without Ray."""
 
 import errno
 import os
@@ -103,7 +103,9 @@ def test_rows_with_other_labels_than_the_teacher_s_are_refused(
 ) -> None:
     created = artifact.Artifact("a", "classification", labels, 16, "torch")
     with pytest.raises(UserError) as error:
-        teacher.answer_with_teacher(tmp_path, created, store, tmp_path, lambda weights: store, shares_tokenizer=True)
+        teacher.answer_with_teacher(
+            teacher.TeacherQuery(tmp_path, created, True), store, tmp_path, lambda weights: store
+        )
     assert error.value.code == "label_mismatch"
 
 
@@ -164,5 +166,5 @@ def test_a_trimmed_student_s_teacher_is_asked_for_the_rows_as_it_reads_them(
     created = artifact.read_artifact(folder)
     np.save(store.teacher_file(created.version), np.ones((store.num_rows("train"), 3), dtype=np.float32))
     monkeypatch.setattr(ray_data, "range", None)  # nobody is asked
-    teacher.answer_with_teacher(folder, created, small, cut, lambda other: store, shares_tokenizer=True)
+    teacher.answer_with_teacher(teacher.TeacherQuery(folder, created, True), small, cut, lambda other: store)
     assert small.open_teacher_logits(created.version).tolist() == [[1.0, 1.0, 1.0]] * small.num_rows("train")

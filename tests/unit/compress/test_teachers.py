@@ -23,7 +23,7 @@ LABELS = ("invoice", "parcel", "password")
 
 
 def run_of(folder: Path, seed: int, task: str = "classification", head: Head | None = None) -> Run:
-    """A finished run of which the artefact alone matters."""
+    """A finished run; only its artifact matters."""
     run = Run(folder / f"{task}-{seed}")
     run_folders.write_frozen_config(run, reports.settings(folder, labelled_rows(60)))
     make_task_artifact(run.artifact, task, head or Head(LABELS), seed=seed)
@@ -47,7 +47,7 @@ def test_a_student_of_several_teachers_is_another_student(tmp_path: Path) -> Non
     assert len({recipe.distill.teacher_logits_key for recipe in (single, two, three)}) == 3
     assert single.distill.teacher_logits_key == versions[0]
     assert "co_teachers" not in single.weight_settings()["distill"]  # older students have no such setting
-    # Where the runs lie is no part of what the student is; nor is their order.
+    # Folders and order of the runs do not change the student.
     changed = run_of(tmp_path / "moved", 1)
     elsewhere = distill.derive_student_config(settings(tmp_path, changed), teacher, tmp_path).recipe
     assert elsewhere.recipe_digest() == two.recipe_digest()

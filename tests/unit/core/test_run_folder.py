@@ -15,17 +15,8 @@ from tests.support.refusing import refused
 def test_the_names_are_those_that_users_and_earlier_versions_know(tmp_path: Path) -> None:
     run = Run(tmp_path / "intent")
     assert (run.name, str(run)) == ("intent", str(tmp_path / "intent"))
-    files = (
-        run.config,
-        run.log,
-        run.summary,
-        run.report,
-        run.baselines,
-        run.lock,
-        run.stop_request,
-        run.placement_group,
-    )
-    assert [path.name for path in files] == [
+    files = (run.config, run.log, run.summary, run.report, run.baselines, run.lock, run.stop_request)
+    assert [path.name for path in (*files, run.placement_group)] == [
         *("config.yaml", "events.jsonl", "summary.json", "report.html", "baselines.json"),
         *("lock", "stop_request", "placement_group"),
     ]
@@ -51,25 +42,18 @@ def test_each_byte_of_the_log_is_read_once(tmp_path: Path, monkeypatch: pytest.M
     run.append_event("progress", step=1)
     assert [event["kind"] for event in run.events()] == ["created", "progress"]
     run.append_event("progress", step=2)
-    last = run.last_event("progress")
-    assert last is not None
-    assert last["step"] == 2
-    first = run.first_event("progress")
-    assert first is not None
-    assert first["step"] == 1
-    assert (run.first_event("failed"), run.last_event("failed")) == (None, None)
     assert [event["step"] for event in run.events("progress")] == [1, 2]
+    assert run.first_event("progress") == run.events("progress")[0]
+    assert run.last_event("progress") == run.events("progress")[-1]
+    assert (run.first_event("failed"), run.last_event("failed")) == (None, None)
     assert sum(parsed) == run.log.stat().st_size
 
 
 def test_a_decision_is_made_once(tmp_path: Path) -> None:
     run = Run(tmp_path)
     assert run.decisions == {}
-    assert (
-        run.decide_once("device", "cpu"),
-        run.decide_once("precision", "bf16"),
-        run.decide_once("device", "gpu"),
-    ) == (*("cpu", "bf16", "cpu"),)
+    decided = [run.decide_once(*pair) for pair in (("device", "cpu"), ("precision", "bf16"), ("device", "gpu"))]
+    assert decided == ["cpu", "bf16", "cpu"]
     assert json.loads((tmp_path / "decisions.json").read_text()) == {"device": "cpu", "precision": "bf16"}
 
 

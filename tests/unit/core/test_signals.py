@@ -24,10 +24,8 @@ def test_signals_to_a_command_s_own_process() -> None:
 
 def test_a_job_that_writes_a_file_is_gone_on_with(tmp_path: Path) -> None:
     def way_on(data: str, out: Path | None) -> str | None:
-        options = predict.PredictOptions(
-            tmp_path / "my artifact", [], data, out, False, True, None, 8, False, False, False
-        )
-        return predict._resume_command(options, ["data.text=my text"], None)
+        options = predict.PredictOptions("run", data=data, out=out, batch=8, assignments=["data.text=my text"])
+        return options.resume_command(tmp_path / "my artifact")
 
     assert way_on("rows.csv", Path("out.csv")) == (
         f"next: rtrain predict '{tmp_path}/my artifact' --data rows.csv --batch 8 --set 'data.text=my text' "

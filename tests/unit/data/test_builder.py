@@ -14,7 +14,7 @@ from rtrain.config import Recipe
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.data import row_reader
 from rtrain.data.splits import Splits
-from rtrain.data.store import builder, columns, shards
+from rtrain.data.store import builder, commit, shards
 from rtrain.data.store.store import Store
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
@@ -23,11 +23,6 @@ from tests.support.causes import caused_by
 from tests.support.tiny import make_encoder, make_store
 
 SINGLE = Splits(has_test=False, valid_share=0.1)
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 def recipe_of(path: Path, **overrides: Any) -> Recipe:
@@ -134,7 +129,7 @@ def test_a_row_keeps_its_split_when_others_come_and_go(tmp_path: Path, encoder: 
 
 def test_equal_rows_get_distinct_ids() -> None:
     content = np.array([7, 5, 7, 7, 5, 9], dtype=np.uint64)
-    ids = columns.assign_row_ids(content)
+    ids = commit.assign_row_ids(content)
     step = 0x9E3779B97F4A7C15
     # The first occurrence keeps its content's hash, the next ones add the step, modulo 2^64.
     assert ids.tolist() == [7, 5, 7 + step, (7 + 2 * step) % 2**64, 5 + step, 9]

@@ -5,14 +5,14 @@ import io
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from rtrain.data.readers import conll
-from rtrain.data.readers.conll import Sentence
+from rtrain.data.readers import tabular
+from rtrain.data.readers.tabular import Sentence
 from rtrain.metrics import entities
 
 
 def read(content: str | bytes, labelled: bool = True) -> list[Sentence]:
     raw = content if isinstance(content, bytes) else content.encode()
-    return list(conll.read_sentences(io.BytesIO(raw), labelled))
+    return list(tabular.read_sentences(io.BytesIO(raw), labelled))
 
 
 ANNA = Sentence(1, ("Anna", "Berg", "left"), ("B-PER", "I-PER", "O"), None)
@@ -56,15 +56,15 @@ def test_a_token_keeps_characters_at_which_python_would_cut() -> None:
     ],
 )
 def test_to_bio(tags: str, expected: str) -> None:
-    assert " ".join(conll.to_bio(tags.split())) == expected
+    assert " ".join(tabular.to_bio(tags.split())) == expected
 
 
 @settings(deadline=None)
 @given(st.lists(st.sampled_from(["O", "B-X", "I-X", "B-Y", "I-Y"]), max_size=10))
 def test_to_bio_keeps_the_entities_and_is_strict_bio(tags: list[str]) -> None:
-    result = conll.to_bio(tags)
+    result = tabular.to_bio(tags)
     assert entities.extract_entities(result) == entities.extract_entities(tags)
-    assert conll.to_bio(result) == result
+    assert tabular.to_bio(result) == result
     for before, tag in zip(["O", *result], result, strict=False):
         assert not tag.startswith("I-") or before[1:] == tag[1:]
 

@@ -15,35 +15,17 @@ import pytest
 from hypothesis import example, given, settings, strategies as st
 
 from rtrain.config import DataConfig
-from rtrain.data import row_reader
+from rtrain.data import file_ranges, row_reader, sources
 from rtrain.data.row_reader import SourceRow
-from rtrain.data.sources import file_ranges, find
-from rtrain.data.sources.find import SourceFile
+from rtrain.data.sources import SourceFile
 from rtrain.data.store import builder, store
 from tests.conftest import labelled_rows
 from tests.support.tiny import make_store
-from tests.unit.data import test_builder
 from tests.unit.data.test_builder import recipe_of
 
-encoder = test_builder.encoder  # fixture
-
 SCRAPS = [
-    '"',
-    '""',
-    ",",
-    "\n",
-    "\r\n",
-    "\r",
-    "a",
-    "é",
-    " ",
-    "\t",
-    "\x00",
-    "\ufeff",
-    '","',
-    '"\n"',
-    "x,y\n",
-    '"x","y"\n',
+    *('"', '""', ",", "\n", "\r\n", "\r", "a", "é", " ", "\t", "\x00", "\ufeff"),
+    *('","', '"\n"', "x,y\n", '"x","y"\n'),
 ]
 SOUP = st.lists(st.sampled_from([scrap.encode() for scrap in SCRAPS] + [b"\xff"]), max_size=60).map(b"".join)
 FIELDS = st.text(st.sampled_from('ab",\r\n é'), max_size=12)
@@ -59,13 +41,17 @@ def written(rows: list[list[str]], ending: str) -> bytes:
 WRITTEN = st.builds(written, st.lists(st.lists(FIELDS, min_size=2, max_size=2)), st.sampled_from(["\n", "\r\n"]))
 
 
+def use_parts(patch: pytest.MonkeyPatch, part_bytes: int, buffer: int = 64) -> None:
+    patch.setattr(file_ranges, "PART_BYTES", part_bytes)
+    patch.setattr(file_ranges, "BUFFER", buffer)
+
+
 def read(path: Path, format: str, part_bytes: int, buffer: int, delimiter: str = ",") -> tuple[list[SourceRow], int]:
     """The rows of all parts, one part after another, and the number of parts; each part has the digest of the plan."""
     file, data = SourceFile(f"file://{path}", format, "train", delimiter), DataConfig(text="text", label="label")
     results: list[SourceRow] = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(file_ranges, "PART_BYTES", part_bytes)
-        patch.setattr(file_ranges, "BUFFER", buffer)
+        use_parts(patch, part_bytes, buffer)
         cut = file_ranges.split_file(file.uri, format, hashlib.sha256(path.read_bytes()).hexdigest(), delimiter)
         for part, sha256 in cut:
             total = hashlib.sha256()
@@ -86,7 +72,7 @@ def read(path: Path, format: str, part_bytes: int, buffer: int, delimiter: str =
 @example(b"", b'5" pipe,a\n"quoted ""twice"" and\nmore",b\nplain,c\n', 1, 1, "csv")
 @example(b"", b'"closed"late"r,a\n"never closed,b\nx,c\n', 1, 3, "csv")
 @example(b"", b'a\rb","c\nx,"y\n",z\n', 1, 2, "csv")
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 def test_a_file_in_parts_has_the_rows_of_the_whole_file(
     mark: bytes, content: bytes, part_bytes: int, buffer: int, format: str
 ) -> None:
@@ -111,7 +97,7 @@ def test_a_well_formed_file_is_cut_as_finely_as_asked(tmp_path: Path, delimiter:
 
 
 @given(st.integers(1, 60), st.integers(1, 30), st.integers(1, 3000))
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 def test_a_parquet_file_in_parts_has_the_rows_of_the_whole_file(rows: int, group: int, part_bytes: int) -> None:
     table = pa.table({"text": [f"text {number}" * (number % 5) for number in range(rows)], "label": ["a"] * rows})
     with tempfile.TemporaryDirectory() as folder:
@@ -129,9 +115,9 @@ def test_a_parquet_file_in_parts_has_the_rows_of_the_whole_file(rows: int, group
     [("a.csv", True), ("a.tsv", True), ("a.jsonl", True), ("a.parquet", True), ("a.csv.gz", False), ("a.conll", False)],
 )
 def test_files_that_can_be_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, large: bool) -> None:
-    monkeypatch.setattr(file_ranges, "PART_BYTES", 99)
+    use_parts(monkeypatch, 99)
     path = tmp_path / name
-    format = find.FORMAT_BY_SUFFIX[Path(name.removesuffix(".gz")).suffix]
+    format = sources.FORMAT_BY_SUFFIX[Path(name.removesuffix(".gz")).suffix]
     for size, expected in ((99, False), (100, large)):
         path.write_bytes(bytes(size))
         assert file_ranges.is_large(f"file://{path}", format) is expected
@@ -150,9 +136,8 @@ def test_a_store_is_the_same_whatever_the_parts(
     if augment:
         recipe = recipe.model_copy(update={"augment": recipe.augment.model_copy(update={"copies": 1, "drop": 0.3})})
     results: list[store.Store] = []
-    monkeypatch.setattr(file_ranges, "BUFFER", 64)
     for number, size in enumerate((1 << 20, 1000, 2500)):
-        monkeypatch.setattr(file_ranges, "PART_BYTES", size)
+        use_parts(monkeypatch, size)
         results.append(make_store(recipe, encoder, tmp_path / str(number)))
     assert len(results[0].manifest.shards) == 1
     assert (len(results[1].manifest.shards) > 8) is not augment  # the order of copies is a batch's

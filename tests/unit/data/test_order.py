@@ -17,6 +17,11 @@ from rtrain.data import order
 from rtrain.data.order import RowOrder, assign_micro_batches, chain_digest, hash_step_rows
 
 
+def small_windows(window: int, block: int) -> Any:
+    """Shuffle windows and blocks of so many rows."""
+    return mock.patch.multiple(order, SHUFFLE_WINDOW_ROWS=window, BLOCK_ROWS=block)
+
+
 def epoch_of(row_order: RowOrder, epoch: int) -> list[npt.NDArray[np.int64]]:
     """The positions of each update of an epoch."""
     per_epoch = row_order.steps_per_epoch
@@ -47,7 +52,7 @@ def test_every_row_comes_once_round_the_real_window(difference: int) -> None:
 def test_every_row_comes_once_whatever_the_windows_and_blocks(
     rows: int, blocks: int, block: int, global_batch_size: int, seed: int, epoch: int
 ) -> None:
-    with mock.patch.multiple(order, SHUFFLE_WINDOW_ROWS=blocks * block, BLOCK_ROWS=block):
+    with small_windows(blocks * block, block):
         assert_every_row_once(RowOrder("digest", rows, global_batch_size, epoch + 1, seed), epoch)
 
 
@@ -95,24 +100,22 @@ def test_the_order_of_an_epoch_does_not_depend_on_the_rows_per_update() -> None:
 
 
 @pytest.mark.parametrize(("rows", "window"), [(30, 30), (122, 64)])
-def test_each_row_is_equally_often_at_each_place(rows: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_row_is_equally_often_at_each_place(rows: int, window: int) -> None:
     """In one window, and in two, where 30 blocks of 4 rows and a short one of 2 are permuted first."""
-    monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", window)
-    monkeypatch.setattr(order, "BLOCK_ROWS", 4)
     seeds = 1500
     counts = np.zeros((rows, rows))
-    for seed in range(seeds):
-        counts[np.arange(rows), RowOrder("digest", rows, rows, 1, seed).positions(0)] += 1
+    with small_windows(window, block=4):
+        for seed in range(seeds):
+            counts[np.arange(rows), RowOrder("digest", rows, rows, 1, seed).positions(0)] += 1
     # Chi squared of n x n degrees of freedom, here 29 x 29 and 121 x 121, has mean n^2 and deviation n x sqrt(2).
     expected, free = seeds / rows, rows - 1
     assert abs(((counts - expected) ** 2 / expected).sum() - free**2) < 4 * 1.42 * free
 
 
-def test_an_update_reads_the_blocks_of_few_windows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", 64)
-    monkeypatch.setattr(order, "BLOCK_ROWS", 8)
+def test_a_step_reads_the_blocks_of_few_windows() -> None:
     row_order = RowOrder("digest", rows=64 * 20 + 44, global_batch_size=16, epochs=1, seed=2)
-    rows = np.concatenate(epoch_of(row_order, 0))
+    with small_windows(64, block=8):
+        rows = np.concatenate(epoch_of(row_order, 0))
     width = math.ceil(row_order.rows / 21)  # 21 windows of 64 rows, but for 20 rows
     blocks = [np.unique(rows[first : first + width] // 8) for first in range(0, row_order.rows, width)]
     # A window begins and ends within a block, and so does the short one.
@@ -139,8 +142,8 @@ def test_an_update_of_a_large_file_has_the_mix_of_its_labels(kind: str) -> None:
         return rows * LABELS // SORTED_ROWS if kind == "sorted" else rows % LABELS
 
     row_order, random = RowOrder("digest", SORTED_ROWS, 64, epochs=2, seed=11), np.random.default_rng(0)
-    results = [row_order.positions(int(step)) for step in random.choice(row_order.num_steps, 1500, replace=False)]
-    independent = [random.integers(0, SORTED_ROWS, 64) for _ in range(1500)]
+    results = [row_order.positions(int(step)) for step in random.choice(row_order.num_steps, 600, replace=False)]
+    independent = [random.integers(0, SORTED_ROWS, 64) for _ in range(600)]
     assert 0.12 < distance(label_of, independent) < 0.14
     assert distance(label_of, results) <= 1.2 * distance(label_of, independent)
 
@@ -169,7 +172,7 @@ def test_rows_are_dealt_forth_and_back_by_length() -> None:
     most_rows=st.integers(1, 20) | st.none(),
     most_tokens=st.integers(1, 3000) | st.none(),
 )
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 def test_a_worker_s_passes_are_its_part_of_all_workers(
     lengths: list[int], workers: int, most_rows: int | None, most_tokens: int | None
 ) -> None:

@@ -12,8 +12,7 @@ import transformers
 
 from rtrain import config
 from rtrain.core.errors import UserError
-from rtrain.data import row_reader, splits
-from rtrain.data.augment import paraphrase, rewriting
+from rtrain.data import paraphrase, row_reader, splits
 from rtrain.data.store import builder
 from tests.conftest import labelled_rows, write_rows
 from tests.support.causes import caused_by
@@ -103,9 +102,8 @@ def test_batches_and_their_order_do_not_matter(rewriter_folder: str) -> None:
     model = paraphrase.load_rewriter(rewriter_folder, batch_size=4)
     mixed = ["my card is late", "", "the parcel is late", "   "]
     assert paraphrase.paraphrase_texts(model, mixed) == [["meine karte ist spaet"], [], ["das paket ist spaet"], []]
-    assert paraphrase.paraphrase_texts(
-        paraphrase.load_rewriter(rewriter_folder, batch_size=1), mixed
-    ) == paraphrase.paraphrase_texts(model, mixed)
+    one_by_one = paraphrase.load_rewriter(rewriter_folder, batch_size=1)
+    assert paraphrase.paraphrase_texts(one_by_one, mixed) == paraphrase.paraphrase_texts(model, mixed)
 
 
 def test_back_translations_leave_out_what_comes_back_unchanged(rewriter_folder: str, back_rewriter_folder: str) -> None:
@@ -130,34 +128,28 @@ def test_a_text_that_is_too_long_is_not_rewritten(rewriter_folder: str) -> None:
     ]
 
 
-def test_what_could_not_be_loaded_is_refused_before_a_task_starts(rewriter_folder: str, tmp_path: Path) -> None:
-    """In an actor of Ray Data, where it is loaded, the same error would come with a traceback of Ray's."""
+def test_a_model_that_cannot_rewrite_is_refused_before_a_task_starts(rewriter_folder: str, tmp_path: Path) -> None:
+    """An actor of Ray Data would raise the same error inside a traceback of Ray's."""
     paraphrase.check_model(rewriter_folder)
-    folder = shutil.copytree(rewriter_folder, tmp_path / "t5")
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(UserError, check=caused_by("unsupported_model")):
-        paraphrase.check_model(str(folder))
+    no_weights = shutil.copytree(rewriter_folder, tmp_path / "t5")
+    (no_weights / "model.safetensors").unlink()
     marian = transformers.MarianConfig(vocab_size=9, d_model=8, encoder_layers=1, decoder_layers=1, pad_token_id=0)
-    marian.save_pretrained(tmp_path / "marian")
-    with pytest.raises(UserError, check=caused_by("unsupported_model")):
-        paraphrase.check_model(str(tmp_path / "marian"))
+    marian.save_pretrained(tmp_path / "marian")  # without a tokenizer
+    settings: dict[str, Any] = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    settings |= {"intermediate_size": 8, "vocab_size": 40}
+    transformers.BertModel(transformers.BertConfig(**settings)).save_pretrained(tmp_path / "bert")
+    tiny_tokenizer().save_pretrained(tmp_path / "bert")
+    for name in ("t5", "marian", "bert", "missing"):
+        with pytest.raises(UserError, check=caused_by("unsupported_model")):
+            paraphrase.check_model(str(tmp_path / name))
+    for name in ("bert", "missing"):
+        with pytest.raises(UserError, check=caused_by("unsupported_model")):
+            paraphrase.load_rewriter(str(tmp_path / name))
 
 
 def test_the_prefix_stands_before_each_text(rewriter_folder: str) -> None:
     model = paraphrase.load_rewriter(rewriter_folder, prefix="the parcel is ")
     assert paraphrase.paraphrase_texts(model, ["late"]) == [["das paket ist spaet"]]
-
-
-def test_a_model_of_another_kind_or_none_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, check=caused_by("unsupported_model")):
-        paraphrase.load_rewriter(str(tmp_path / "missing"))
-    config = transformers.BertConfig(
-        vocab_size=40, hidden_size=8, num_hidden_layers=1, num_attention_heads=1, intermediate_size=8
-    )
-    transformers.BertModel(config).save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(UserError, check=caused_by("unsupported_model")):
-        paraphrase.load_rewriter(str(tmp_path))
 
 
 @pytest.mark.ray
@@ -176,24 +168,11 @@ def test_paraphrases_of_training_rows_become_rows(trained: Maker, ray_session: P
         remaining, _ = splits.hash_content(row_reader.SourceRow(0, text, None, "refund", None))
         return splits.Splits(False, 0.1).assign_by_hash("train", remaining) == "train"
 
-    written = rewriting.read_rewritten(store.folder, 0)
-    pairs = [
-        (text, back_rewriter_folder)
-        for text, back_rewriter_folder in zip(ENGLISH, BACK_TRANSLATED, strict=True)
-        if trains(text)
-    ]
+    written = paraphrase.read_rewritten(store.folder, 0)
+    pairs = [(text, variant) for text, variant in zip(ENGLISH, BACK_TRANSLATED, strict=True) if trains(text)]
     assert len(pairs) >= 2
-    assert [written[key(text)] for text, _ in pairs] == [
-        [back_rewriter_folder] if back_rewriter_folder != text else [] for text, back_rewriter_folder in pairs
-    ]
+    for text, variant in pairs:
+        assert written[key(text)] == ([variant] if variant != text else [])
     assert len(written) == store.num_rows("train") - store.manifest.copies
-    new = sum(trains(back_rewriter_folder) for text, back_rewriter_folder in pairs if back_rewriter_folder != text)
+    new = sum(trains(variant) for text, variant in pairs if variant != text)
     assert store.manifest.copies >= new >= 1
-
-
-def test_a_model_that_cannot_write_is_refused_before_a_job(tmp_path: Path) -> None:
-    transformers.BertConfig().save_pretrained(tmp_path)
-    with pytest.raises(UserError, check=caused_by("unsupported_model")):
-        paraphrase.check_model(str(tmp_path))
-    with pytest.raises(UserError, check=caused_by("unsupported_model")):
-        paraphrase.check_model(str(tmp_path / "missing"))

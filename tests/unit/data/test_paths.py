@@ -13,9 +13,8 @@ import pytest
 from rtrain import config
 from rtrain.config import DataConfig
 from rtrain.core.errors import ConfigError
-from rtrain.data import row_reader
-from rtrain.data.sources import find
-from rtrain.data.sources.paths import file_suffix, is_glob
+from rtrain.data import row_reader, sources
+from rtrain.data.sources import file_suffix, is_glob
 from rtrain.runs import run_folders
 from tests.support.causes import caused_by
 
@@ -91,7 +90,7 @@ def test_an_address_that_is_not_there_is_a_problem(web: str) -> None:
 def test_a_suffix_is_that_of_the_path() -> None:
     assert file_suffix(f"https://bucket/a/rows.jsonl.gz?{QUERY}") == ".jsonl"
     assert file_suffix("/data/what?.csv") == ".csv"
-    assert find.has_format_suffix(f"https://bucket/rows.parquet?{QUERY}")
+    assert sources.has_format_suffix(f"https://bucket/rows.parquet?{QUERY}")
     assert [is_glob(uri) for uri in ("https://bucket/*.csv?a", "s3://bucket/*.csv", "/data/a.csv")] == [0, 1, 0]
 
 

@@ -200,10 +200,7 @@ def test_class_names_of_datasets_are_read_from_parquet_and_in_lists(tmp_path: Pa
     path = tmp_path / "a.parquet"
     pyarrow.parquet.write_table(table, path)
     assert [row.label for row in read(DataConfig(path=str(path)))] == ["joy", "anger"]
-    assert [row.label for row in read(DataConfig(path=str(path), label="both"))] == [
-        '["joy", "anger"]',
-        '["anger"]',
-    ]
+    assert [row.label for row in read(DataConfig(path=str(path), label="both"))] == ['["joy", "anger"]', '["anger"]']
     rows = read(DataConfig(path=str(path), label="old"))
     assert (rows[0].label, rows[1].reason is None) == ('["joy"]', False)
 
@@ -309,10 +306,7 @@ def test_csv_blanks_before_a_quoted_field_are_no_part_of_it(tmp_path: Path, cont
 
 def test_csv_texts_that_begin_with_a_quoted_word_behind_a_blank_are_kept(tmp_path: Path) -> None:
     content = b'label,text\na, "quoted" word\nb,"in, ""quotes"", and"\n'
-    assert [row.text for row in read_bytes(tmp_path / "a.csv", content)] == [
-        ' "quoted" word',
-        'in, "quotes", and',
-    ]
+    assert [row.text for row in read_bytes(tmp_path / "a.csv", content)] == [' "quoted" word', 'in, "quotes", and']
 
 
 @pytest.mark.parametrize("sign", [";", "\t", "|"])

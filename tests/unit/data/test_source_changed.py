@@ -19,9 +19,8 @@ from rtrain.cluster import capacity
 from rtrain.config import Config
 from rtrain.core import events
 from rtrain.core.errors import ConfigError, UserError
-from rtrain.data import order, row_reader
-from rtrain.data.sources import digests
-from rtrain.data.store import builder, read_tasks, shards
+from rtrain.data import order, row_reader, sources
+from rtrain.data.store import builder, shards
 from rtrain.runs import prepare, run_folders
 from rtrain.tasks.encode import load_tokenizer
 from tests.conftest import Row, labelled_rows, write_rows
@@ -40,12 +39,12 @@ def jobs(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         ran.append(job.folder)
         return [
             row
-            for file in read_tasks.plan_tasks(source)
-            for part in read_tasks.split_task(file, job.recipe)
+            for file in shards.plan_tasks(source)
+            for part in shards.split_task(file, job.recipe)
             for row in shards.write_shards(part, job)
         ]
 
-    monkeypatch.setattr(builder, "_run_tasks", run)
+    monkeypatch.setattr(builder, "run_tasks", run)
     monkeypatch.setattr(capacity, "live_nodes", lambda: [capacity.NodeSpec({"CPU": 4.0})])
     monkeypatch.setattr(capacity, "load_autoscaler_config", lambda: None)
     return ran
@@ -142,8 +141,8 @@ def test_a_resume_may_name_the_new_place_of_the_same_rows(ground: Path) -> None:
 def test_the_store_and_the_run_say_what_they_are_made_from(ground: Path) -> None:
     store = start(ground)
     paths = {"train": sorted((ground / "parts").iterdir()), "test": [ground / "test.csv"]}
-    expected = {role: {str(path): digests.hash_file(str(path)) for path in match} for role, match in paths.items()}
-    tokenizer = digests.hash_tokenizer(ground / "encoder")
+    expected = {role: {str(path): sources.hash_file(str(path)) for path in match} for role, match in paths.items()}
+    tokenizer = sources.hash_tokenizer(ground / "encoder")
     expected["tokenizer"] = {f"tokenizer.json of {ground / 'encoder'}": tokenizer}
     assert store.store.manifest.sources == expected
     assert events.read_events(store.run.folder)[0]["origin"] == expected
@@ -164,9 +163,9 @@ def test_what_checkpoints_are_known_by_has_the_order_s_version_where_there_are_b
 def test_a_digest_that_is_wrong_is_forgotten_by_the_start_that_finds_out(
     ground: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(digests, "MIN_UNCHANGED_S", -60)
+    monkeypatch.setattr(sources, "MIN_UNCHANGED_S", -60)
     shutil.rmtree(start(ground).store.folder)
-    memory = ground / "runs" / digests.CACHE_FILE
+    memory = ground / "runs" / sources.CACHE_FILE
     expected = json.loads(memory.read_text())
     expected[f"file://{ground / 'test.csv'}"][1] = "0" * 64
     memory.write_text(json.dumps(expected))
@@ -189,14 +188,14 @@ def rewritten(path: Path, before: bytes, after: bytes) -> None:
 
 def at_the_job(monkeypatch: pytest.MonkeyPatch, change: Callable[[], None]) -> None:
     """Have something done once, after the files were hashed and before their rows are read."""
-    run, changes = builder._run_tasks, [change]
+    run, changes = builder.run_tasks, [change]
 
     def late(job: shards.TokenizeJob, source: row_reader.DataSource) -> list[dict[str, Any]]:
         if changes:
             changes.pop()()
         return run(job, source)
 
-    monkeypatch.setattr(builder, "_run_tasks", late)
+    monkeypatch.setattr(builder, "run_tasks", late)
 
 
 def as_format(path: Path, rows: list[Row]) -> bytes:

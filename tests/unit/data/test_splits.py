@@ -10,9 +10,8 @@ import pytest
 from rtrain import config
 from rtrain.config import Recipe
 from rtrain.core.errors import ConfigError, UserError
-from rtrain.data import row_reader
+from rtrain.data import row_reader, sources
 from rtrain.data.row_reader import SourceRow
-from rtrain.data.sources import digests
 from rtrain.data.splits import Splits, hash_content
 from rtrain.data.store import builder
 from rtrain.data.store.store import SCHEMA_VERSION, Store
@@ -23,11 +22,6 @@ from tests.support.tiny import make_encoder, make_store
 SINGLE = Splits(has_test=False, valid_share=0.1)
 BESIDE_TEST = Splits(has_test=True, valid_share=0.1)
 HASHES = [hash_content(SourceRow(1, f"text {number}", None, "a", None))[0] for number in range(20_000)]
-
-
-@pytest.fixture(scope="module")
-def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_encoder(tmp_path_factory.mktemp("encoder"))
 
 
 @pytest.mark.parametrize(
@@ -96,7 +90,7 @@ def test_neutral_settings_are_no_part_of_a_store_s_address(tmp_path: Path) -> No
     for name in ("id", "out_of_scope_label", "delimiter", "escape"):
         del expected[name]
     text = json.dumps({"schema": SCHEMA_VERSION, "task": recipe.task, **expected}, sort_keys=True)
-    made_of = source.digest(), digests.hash_tokenizer(model), text
+    made_of = source.digest(), sources.hash_tokenizer(model), text
     assert builder.compute_digest(recipe, source, model) == hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
     other = recipe_of(path, validation_fold=1)
     assert other.recipe_digest() != recipe.recipe_digest()

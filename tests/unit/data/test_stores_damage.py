@@ -75,7 +75,7 @@ def test_a_byte_that_changed_anywhere_is_refused_before_a_row_is_read(token_stor
     path = token_store.folder / name
     size = path.stat().st_size
     assert size > 200
-    for place in range(size):
+    for place in (*range(0, size, 23), size - 1):
         flip(path, place)
         with pytest.raises(UserError, check=caused_by("damaged_store")):
             read_all(token_store.folder)
@@ -109,24 +109,19 @@ def test_a_file_that_is_cut_while_a_run_goes_on_is_refused_before_it_is_mapped(t
 def test_a_byte_of_the_manifest_that_changed_is_refused_or_means_nothing(token_store: Store) -> None:
     """Its labels and numbers of rows are trained on as well."""
     path = token_store.folder / "manifest.json"
-    size, refused = path.stat().st_size, 0
-    messages: set[str] = set()
-    for place in range(size):
+    places = range(0, path.stat().st_size, 3)
+    codes: list[str | None] = []
+    for place in places:
         flip(path, place)
         try:
             store = Store(token_store.folder).manifest
         except UserError as error:
-            messages.add(str(error).partition(": ")[0])
-            refused += 1
+            codes.append(error.code)
         else:
             assert store == token_store.manifest
         flip(path, place)
-    assert refused > 0.9 * size  # the rest is white space
-    assert messages == {
-        f"{path} is not readable",
-        f"{path} does not match its SHA-256",
-        f"{token_store.folder} was written by another version of rtrain; remove the folder and train again",
-    }
+    assert len(codes) > 0.9 * len(places)  # the rest is white space
+    assert set(codes) <= {"damaged_store", "other_version"}
 
 
 @pytest.mark.parametrize(("field", "value"), [("labels", ["yes", "né"]), ("rows", {"train": 2, "valid": 1, "test": 0})])

@@ -154,11 +154,11 @@ def test_requests_of_all_sizes_reach_a_graph_in_few_shapes(tmp_path: Path) -> No
     """It keeps a plan for each of them: ten numbers of rows up to 32, eight of columns up to 64."""
     predictor = int8(tmp_path)
     engine = Recorded(predictor)
-    asyncio.run(ask(predictor, 300, 60, lambda number: None))
+    asyncio.run(ask(predictor, 120, 60, lambda number: None))
     assert 20 < len(engine.shapes) <= 80
     assert max(engine.sizes) <= ServeConfig().max_batch_tokens
     few, engine.shapes = len(engine.shapes), set()
-    predictor.outputs(predictor.encode([" ".join(["parcel"] * (1 + n % 60)) for n in range(500)]), batch_size=7)
+    predictor.outputs(predictor.encode([" ".join(["parcel"] * (1 + n % 60)) for n in range(200)]), batch_size=7)
     assert len(engine.shapes) <= 16 < few  # rows of files too: 7 at a time, as 8, and the rest
 
 

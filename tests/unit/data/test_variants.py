@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,8 @@ from hypothesis import given, settings, strategies as st
 from rtrain import config
 from rtrain.config import AugmentConfig, Recipe
 from rtrain.core.errors import ConfigError
-from rtrain.data import row_reader
-from rtrain.data.augment import rewriting, variants
-from rtrain.data.augment.noise import TextNoise
+from rtrain.data import augment, paraphrase, row_reader
+from rtrain.data.augment import TextNoise
 from rtrain.data.row_reader import SourceRow
 from rtrain.data.splits import Splits
 from rtrain.data.store import builder, shards
@@ -141,43 +141,42 @@ def test_what_labels_of_places_do_not_allow_is_refused() -> None:
 def test_a_mask_needs_a_mask_token(tmp_path: Path, encoder: Path) -> None:
     document = json.loads((encoder / "tokenizer.json").read_text().replace("[MASK]", "[MUSK]"))
     tokenizer = tokenizers.Tokenizer.from_str(json.dumps(document))
-    assert variants.make_noise(AugmentConfig(copies=1, typo=0.1), tokenizer) == TextNoise(typo=0.1)
+    assert augment.make_noise(AugmentConfig(copies=1, typo=0.1), tokenizer) == TextNoise(typo=0.1)
     with pytest.raises(ConfigError, check=caused_by("no_mask_token")):
-        variants.make_noise(AugmentConfig(copies=1, mask=0.1), tokenizer)
+        augment.make_noise(AugmentConfig(copies=1, mask=0.1), tokenizer)
 
 
 @settings(deadline=None)
 @given(st.text(max_size=40), st.none() | st.text(max_size=40), st.integers(0, 2**64 - 1), st.integers(0, 5))
 def test_copies_are_new_distinct_and_as_many_as_asked_for(text: str, pair: str | None, row: int, count: int) -> None:
     source_row, selected = SourceRow(1, text, pair, "a", None), AugmentConfig(copies=count, typo=0.5, swap=0.2)
-    store = variants.make_copies(
-        source_row, row, selected, TextNoise(typo=0.5, swap=0.2), "text", [text, "anew", "anew"], lambda _: True
-    )
+    maker = augment.CopyMaker(selected, TextNoise(typo=0.5, swap=0.2), "text", lambda _: True)
+    store = maker.make_copies(source_row, row, [text, "anew", "anew"])
     results = [(copy.text, copy.pair) for copy, _ in store]
     assert (text, pair) not in results
     assert len(set(results)) == len(results) <= count + 1
     assert len({key for _, key in store} | {row}) == len(store) + 1
     assert {(copy.label, copy.line) for copy, _ in store} <= {("a", 1)}
-    assert variants.make_copies(source_row, row, selected, TextNoise(typo=0.5), "text", ["anew"], lambda _: False) == []
+    assert replace(maker, is_allowed=lambda _: False).make_copies(source_row, row, ["anew"]) == []
 
 
 # --------------------------------------------------------------------------------------------------------- paraphrases
 
 
 def test_texts_are_rewritten_in_chunks_and_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewriting, "CHUNK_SIZE", 2)
+    monkeypatch.setattr(paraphrase, "CHUNK_SIZE", 2)
     rows = [(2**64 - 1, "one"), (7, "two"), (8, "three")]
 
     def read(file: dict[str, Any]) -> Iterator[tuple[int, str]]:
         return iter(rows)
 
-    results = list(rewriting.iter_chunks({"number": 4}, read))
+    results = list(paraphrase.iter_chunks({"number": 4}, read))
     assert [(part["chunk"], part["texts"]) for part in results] == [(0, ["one", "two"]), (1, ["three"])]
-    (tmp_path / rewriting.FOLDER).mkdir()
+    (tmp_path / paraphrase.FOLDER).mkdir()
     for part in results:
-        rewriting.write_chunk(tmp_path, part, [[text.upper()] for text in part["texts"]])
-    assert rewriting.read_rewritten(tmp_path, 4) == {2**64 - 1: ["ONE"], 7: ["TWO"], 8: ["THREE"]}
-    assert rewriting.read_rewritten(tmp_path, 5) == {}
+        paraphrase.write_chunk(tmp_path, part, [[text.upper()] for text in part["texts"]])
+    assert paraphrase.read_rewritten(tmp_path, 4) == {2**64 - 1: ["ONE"], 7: ["TWO"], 8: ["THREE"]}
+    assert paraphrase.read_rewritten(tmp_path, 5) == {}
 
 
 def test_only_training_texts_are_rewritten(path: Path, encoder: Path, plain: Store, tmp_path: Path) -> None:

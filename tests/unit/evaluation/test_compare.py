@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,8 @@ from rtrain.cli import app as cli
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.core.ragged import Head
 from rtrain.core.run_folder import Run
-from rtrain.evaluation import candidates, compare, compare_summary, compare_table, page, pairing, training_curves
-from rtrain.evaluation.differences import CandidateResult
+from rtrain.evaluation import candidates, compare, page, pairing, significance
+from rtrain.evaluation.candidates import Candidate
 from rtrain.evaluation.significance import Difference
 from rtrain.inference import artifact
 from tests.support.reports import Page, answers_of, make_answered, make_run, write_predictions
@@ -36,29 +36,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def twin(base: Path, folder: Path, right: float, rows: int = 400, language: Sequence[str] = ()) -> Path:
     """A copy of the run with answers of its own, to the same rows; a larger share of them right includes a smaller."""
     shutil.copytree(base, folder)
-    target, messages = answers_of(LABELS, rows, right)
-    if language:
-        write_predictions(folder, target, messages, language=language)
-    else:
-        write_predictions(folder, target, messages)
+    columns: dict[str, Any] = {"language": language} if language else {}
+    write_predictions(folder, *answers_of(LABELS, rows, right), **columns)
     return folder
 
 
-def with_ids(run: Path, ids: Sequence[int], split: str = "test") -> None:
-    path = Run(run).predictions(split)
-    table = pyarrow.parquet.read_table(path)
-    column = pa.array(np.array(ids, dtype=np.uint64))
-    pyarrow.parquet.write_table(table.set_column(table.column_names.index("row_id"), "row_id", column), path)
+def with_ids(run: Path, ids: Sequence[int]) -> None:
+    change_columns(run, lambda rows: list(ids), "row_id")
 
 
 def of(*runs: Path) -> compare.RunComparison:
     return compare.compare_runs(runs)
 
 
-def against(*runs: Path) -> Sequence[CandidateResult]:
+def compared(*runs: Path) -> compare.AnswerComparison:
     measured = of(*runs).answer_comparison
     assert measured is not None
-    return measured.results
+    return measured
 
 
 def refused(*runs: Path) -> str:
@@ -68,46 +62,35 @@ def refused(*runs: Path) -> str:
     return error.value.code
 
 
-# ------------------------------------------------------------------------------------------------------------- verdict
-
-
 def test_the_better_run_is_named_first_with_its_figures(base: Path, tmp_path: Path) -> None:
     result = of(twin(base, tmp_path / "a", 0.8), twin(base, tmp_path / "wide", 0.9))
     assert result.answer_comparison is not None
     (item,) = result.answer_comparison.results
-    assert (item.candidate.name, item.headline.name, item.headline.verdict, item.headline.rows) == (
-        "wide",
-        "accuracy",
-        1,
-        400,
-    )
+    headline = item.headline
+    assert (item.candidate.name, headline.name, headline.verdict, headline.rows) == ("wide", "accuracy", 1, 400)
     assert item.mcnemar is not None
     assert item.mcnemar.lost == 0
-    assert item.headline.p == pytest.approx(2 / 2001)  # not one of 2,000 resamples; McNemar's is smaller
-    assert item.headline.difference == pytest.approx(item.mcnemar.won / 400)
+    assert headline.p == pytest.approx(2 / 2001)  # not one of 2,000 resamples; McNemar's is smaller
+    assert headline.difference == pytest.approx(item.mcnemar.won / 400)
     assert [kind.rows for kind in item.change_groups] == [0, item.mcnemar.won, 0]
-    assert [item.headline.verdict for item in against(tmp_path / "wide", tmp_path / "a")] == [-1]
-    assert {entry["class"] for entry in compare.build_document(result)["answers"]["results"][0]["classes"]} == set(
-        LABELS
-    )
+    assert [item.headline.verdict for item in compared(tmp_path / "wide", tmp_path / "a").results] == [-1]
+    classes = compare.build_document(result)["answers"]["results"][0]["classes"]
+    assert {entry["class"] for entry in classes} == set(LABELS)
     assert all(entry["other"]["recall"] >= entry["first"]["recall"] for entry in item.classes)
 
 
 def test_runs_that_cannot_be_told_apart(base: Path, tmp_path: Path) -> None:
     a, b = twin(base, tmp_path / "a", 0.8, rows=60), twin(base, tmp_path / "b", 0.8, rows=60)
-    assert [item.headline.verdict for item in against(a, b)] == [0]
+    assert [item.headline.verdict for item in compared(a, b).results] == [0]
     target, messages = answers_of(LABELS, 60, 0.8)
     messages[0], messages[1] = target[0], next(label for label in LABELS if label != target[1])
     write_predictions(tmp_path / "b", target, messages)
-    assert [item.headline.verdict for item in against(a, b)] == [0]
-    # A handful of rows tells nothing, whatever they are.
-    minority = twin(base, tmp_path / "few", 0.0, rows=8), twin(base, tmp_path / "none", 1.0, rows=8)
-    assert [(item.headline.verdict, item.headline.rows) for item in against(*minority)] == [(0, 8)]
+    assert [item.headline.verdict for item in compared(a, b).results] == [0]
 
 
 def test_several_are_each_set_beside_the_first(base: Path, tmp_path: Path) -> None:
     runs = [twin(base, tmp_path / name, right) for name, right in (("a", 0.7), ("b", 0.9), ("c", 0.7))]
-    better, same = against(*runs)
+    better, same = compared(*runs).results
     assert (better.headline.verdict, same.headline.verdict) == (1, 0)
     assert better.headline.p == pytest.approx(2 * next(s.p for s in better.scores if s.name == "accuracy"))
     assert same.headline.p == 1.0
@@ -116,14 +99,12 @@ def test_several_are_each_set_beside_the_first(base: Path, tmp_path: Path) -> No
 def test_only_common_rows_are_compared(base: Path, tmp_path: Path) -> None:
     a, b = twin(base, tmp_path / "a", 0.6, rows=100), twin(base, tmp_path / "b", 0.6, rows=100)
     with_ids(b, range(130, 30, -1))  # rows 31 to 99 of a, in another order, and 31 that it has not
-    result = of(a, b)
-    assert result.answer_comparison is not None
-    assert (result.answer_comparison.rows, result.answer_comparison.split_rows) == (69, (100, 100))
+    result = compared(a, b)
+    assert (result.rows, result.split_rows) == (69, (100, 100))
     # Each common row is judged by its own answer in either file.
-    (item,) = result.answer_comparison.results
     target, messages = answers_of(LABELS, 100, 0.6)
     right = [t == s for t, s in zip(target, messages, strict=True)]
-    assert item.headline.first == pytest.approx(np.mean(right[31:]))
+    assert result.results[0].headline.first == pytest.approx(np.mean(right[31:]))
 
 
 def test_validation_rows_do_not_stand_in_for_test_rows_that_differ(base: Path, tmp_path: Path) -> None:
@@ -142,30 +123,21 @@ def test_slices_in_which_a_run_is_worse_are_found(base: Path, tmp_path: Path) ->
     # B has lost every third row in German.
     messages = ["no label" if row % 6 == 1 else item for row, item in enumerate(messages)]
     write_predictions(b, target, messages, language=languages)
-    result = of(a, b)
-    assert result.answer_comparison is not None
-    slices = {
-        item.value: item.verdict for item in result.answer_comparison.results[0].slices if item.column == "language"
-    }
-    assert slices == {"german": -1, "english": 0}
-
-
-# --------------------------------------------------------------------------------------------------------- flipped rows
+    slices = compared(a, b).results[0].slices
+    assert {item.value: item.verdict for item in slices if item.column == "language"} == {"german": -1, "english": 0}
 
 
 def test_flipped_rows_have_both_answers_and_their_place(base: Path, tmp_path: Path) -> None:
     a, b = twin(base, tmp_path / "a", 1.0, rows=30), twin(base, tmp_path / "b", 1.0, rows=30)
     target, messages = answers_of(LABELS, 30, 1.0)
     other = ["nothing like it" if row in (3, 7) else item for row, item in enumerate(messages)]
-    write_predictions(
-        b, target, other, text=[f'"{row}"\nmit Umbruch: größer 🙂' for row in range(30)], score=[0.25] * 30
-    )
-    result = of(a, b)
-    assert result.answer_comparison is not None
-    lost, won, pair = result.answer_comparison.results[0].change_groups
+    texts = [f'"{row}"\nmit Umbruch: größer 🙂' for row in range(30)]
+    write_predictions(b, target, other, text=texts, score=[0.25] * 30)
+    lost, won, pair = compared(a, b).results[0].change_groups
     assert [kind.rows for kind in (lost, won, pair)] == [2, 0, 0]
-    assert {flip.location for flip in lost.shown} == {"rows.csv:5", "rows.csv:9"}
-    flip = next(flip for flip in lost.shown if flip.location == "rows.csv:5")
+    flips = {flip.location: flip for flip in lost.shown}
+    assert flips.keys() == {"rows.csv:5", "rows.csv:9"}
+    flip = flips["rows.csv:5"]
     assert (flip.target, flip.first, flip.other, flip.other_score) == (target[3], target[3], "nothing like it", 0.25)
     assert flip.text == "text number 3"  # the first side's
 
@@ -175,16 +147,11 @@ def test_answers_that_are_more_or_less_good_are_worse_and_better(tmp_path: Path)
     assert result.answer_comparison is not None
     worse, better = result.answer_comparison.results[0].change_groups
     assert 0 < worse.rows + better.rows <= result.answer_comparison.rows
-    gaps = [
-        abs(float(item.other) - float(item.target)) - abs(float(item.first) - float(item.target))
-        for item in worse.shown
-    ]
+    errors = [[abs(float(text) - float(item.target)) for text in (item.first, item.other)] for item in worse.shown]
+    gaps = [other - first for first, other in errors]
     assert gaps == pytest.approx(sorted(gaps, reverse=True), abs=0.003)  # the answers are rounded
     assert min(gaps) > -0.002
-    assert "neg" not in compare_table.format_comparison(result)
-
-
-# ----------------------------------------------------------------------------------------- what was set, what it cost
+    assert "neg" not in page.format_comparison(result)
 
 
 def test_settings_that_change_the_weights_stand_apart(tmp_path: Path) -> None:
@@ -201,28 +168,26 @@ def test_settings_that_change_the_weights_stand_apart(tmp_path: Path) -> None:
     assert result.settings.versions == ()
     assert "files, train" not in {item.name for item in result.settings.digests}  # the same bytes in another folder
     assert result.answer_comparison is None
-    assert "optim.lr" in compare_table.format_comparison(result)
+    assert "optim.lr" in page.format_comparison(result)
 
 
 def test_curves_leave_out_the_time_between_two_starts() -> None:
-    log = [
-        {"kind": kind, "time": float(time)}
-        for kind, time in (
-            *(("created", 0), ("started", 10), ("progress", 15), ("paused", 20)),
-            *(("started", 1020), ("progress", 1030), ("crashed", 1031)),
-            *(("started", 1100), ("progress", 1101)),
-        )
-    ]
-    assert [seconds for _, seconds in training_curves.iter_active_seconds(log)] == [0, 0, 5, 10, 10, 20, 21, 21, 22]
+    attempts = (
+        *(("created", 0), ("started", 10), ("progress", 15), ("paused", 20)),
+        *(("started", 1020), ("progress", 1030), ("crashed", 1031), ("started", 1100), ("progress", 1101)),
+    )
+    log = [{"kind": kind, "time": float(time)} for kind, time in attempts]
+    assert [seconds for _, seconds in candidates.iter_active_seconds(log)] == [0, 0, 5, 10, 10, 20, 21, 21, 22]
 
 
 def test_curves_are_over_the_rows_that_were_trained_on(base: Path) -> None:
     """The last update of an epoch has what is left of the rows."""
     first = Run(base).first_event("tokenized")
     assert first is not None
-    rows, per_update = first["rows"]["train"], config.load_config(str(Run(base).config)).recipe.global_batch_size
+    settings = config.load_config(str(Run(base).config))
+    rows, per_update = first["rows"]["train"], settings.recipe.global_batch_size
     assert rows % per_update, "else there is no short update"
-    result = training_curves.read_curves(Run(base), per_update, "classes")
+    result = candidates.read_curves(Candidate("A", "base", Run(base), base / "artifact", settings))
     assert [point.rows for point in result.score] == [rows, 2 * rows]
     assert result.loss[0].rows == per_update
     assert result.loss[-1].rows == 2 * rows
@@ -239,17 +204,14 @@ def test_a_run_without_answers_is_compared_by_what_there_is(base: Path, tmp_path
     assert result.missing_reason in Page(page.render_comparison(result)).text
 
 
-# ------------------------------------------------------------------------------------------------- which runs there are
-
-
 def test_what_cannot_be_compared_is_refused(base: Path, tmp_path: Path) -> None:
-    assert refused(base, base / ".." / "run") == "duplicate_name"
     with pytest.raises(ConfigError) as error:
         of(base)
     assert [(problem.field, problem.code) for problem in error.value.problems] == [("runs", "out_of_range")]
     for other in (tmp_path / "nowhere", make_search(tmp_path / "s", [0.5, 0.6], ended=False).folder):
         with pytest.raises(UserError):
             of(base, other)
+    assert refused(base, base / ".." / "run") == "duplicate_name"
     assert refused(base, make_answered(tmp_path, "regression")) == "task_mismatch"
     run = Run(make_answered(tmp_path / "run", "classification"))
     shutil.copytree(run.artifact, tmp_path / "alone")
@@ -270,9 +232,6 @@ def test_names_tell_sides_apart(base: Path, tmp_path: Path) -> None:
     for folder in (item, two):
         shutil.copytree(base, folder)
     assert [side.name for side in candidates.find_candidates([item, two])] == ["x/run", "y/run"]
-
-
-# -------------------------------------------------------------------------------------------------------- the artefacts
 
 
 def test_answers_are_had_from_an_artefact_where_no_file_has_them(
@@ -299,20 +258,12 @@ def test_answers_are_had_from_an_artefact_where_no_file_has_them(
 )
 def test_every_task_has_text_json_and_a_page(task: str, tmp_path: Path) -> None:
     result = of(make_answered(tmp_path / "a", task), make_answered(tmp_path / "b", task, seed=4))
-    assert result.answer_comparison is not None
-    assert result.answer_comparison.rows > 0
-    shown = compare_table.format_comparison(result)
-    assert shown.splitlines()[0] == result.verdict
-    assert (
-        json.loads(json.dumps(compare.build_document(result), allow_nan=False))["answers"]["common_rows"]
-        == result.answer_comparison.rows
-    )
+    document = json.loads(json.dumps(compare.build_document(result), allow_nan=False))
+    assert document["answers"]["common_rows"] > 0
+    assert page.format_comparison(result).splitlines()[0] == result.verdict
     samples = Page(page.render_comparison(result))
     assert f"{result.verdict}." in samples.text
     assert "script" not in samples.tags
-
-
-# --------------------------------------------------------------------------------------------------- the verb, the page
 
 
 def test_the_verb_prints_the_outcome_and_writes_a_page(
@@ -346,7 +297,7 @@ def test_hostile_texts_and_labels_stay_text(base: Path, tmp_path: Path) -> None:
     result = of(a, b)
     samples = page.render_comparison(result)
     assert "<script" not in samples
-    assert "\x1b" not in compare_table.format_comparison(result)
+    assert "\x1b" not in page.format_comparison(result)
 
 
 def test_common_rows_are_in_the_order_of_the_first() -> None:
@@ -354,25 +305,26 @@ def test_common_rows_are_in_the_order_of_the_first() -> None:
     assert [places.tolist() for places in pairing.common_positions(ids)] == [[0, 1, 3], [2, 1, 0]]
 
 
-def test_texts_that_were_all_cut_otherwise_are_refused(tmp_path: Path) -> None:
-    a, b = (Run(make_answered(tmp_path / name, "token_tags")) for name in "ab")
-    path = b.predictions("test")
+def change_columns(run: Path, change: Callable[[list[Any]], list[Any]], *names: str) -> None:
+    """Change columns of a run's predictions."""
+    path = Run(run).predictions("test")
     table = pyarrow.parquet.read_table(path)
-    for name in ("target", "prediction"):
-        shorter = pa.array([row[:-1] for row in table[name].to_pylist()], table.schema.field(name).type)
-        table = table.set_column(table.column_names.index(name), name, shorter)
+    for name in names:
+        column = pa.array(change(table[name].to_pylist()), table.schema.field(name).type)
+        table = table.set_column(table.column_names.index(name), name, column)
     pyarrow.parquet.write_table(table, path)
-    assert refused(a.folder, b.folder) == "no_common_rows"
+
+
+def test_texts_that_were_all_cut_otherwise_are_refused(tmp_path: Path) -> None:
+    a, b = (make_answered(tmp_path / name, "token_tags") for name in "ab")
+    change_columns(b, lambda rows: [row[:-1] for row in rows], "target", "prediction")
+    assert refused(a, b) == "no_common_rows"
 
 
 def test_answers_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
-    a, b = (Run(make_answered(tmp_path / name, "regression")) for name in "ab")
-    path = b.predictions("test")
-    table = pyarrow.parquet.read_table(path)
-    nothing = pa.array([float("nan")] * len(table), pa.float64())
-    place = table.column_names.index("prediction")
-    pyarrow.parquet.write_table(table.set_column(place, "prediction", nothing), path)
-    assert refused(a.folder, b.folder) == "not_finite"
+    a, b = (make_answered(tmp_path / name, "regression") for name in "ab")
+    change_columns(b, lambda rows: [float("nan")] * len(rows), "prediction")
+    assert refused(a, b) == "not_finite"
 
 
 def test_a_summary_whose_store_is_gone_is_compared_by_its_loss(tmp_path: Path) -> None:
@@ -380,8 +332,7 @@ def test_a_summary_whose_store_is_gone_is_compared_by_its_loss(tmp_path: Path) -
     assert b.token_store is not None
     shutil.rmtree(b.token_store)
     for pair in ((a, b), (b, a)):
-        measured = of(*(run.folder for run in pair)).answer_comparison
-        assert measured is not None
+        measured = compared(*(run.folder for run in pair))
         assert [item.headline.name for item in measured.results] == ["neg_loss"]
 
 
@@ -389,14 +340,12 @@ def test_a_run_that_refuses_rows_is_set_beside_one_that_cannot(base: Path, tmp_p
     a, b = twin(base, tmp_path / "a", 0.8), twin(base, tmp_path / "b", 0.7)
     make_task_artifact(b / "artifact", "classification", Head(LABELS, {"out_of_scope_label": "none", "threshold": 0.5}))
     for pair in ((a, b), (b, a)):
-        measured = of(*pair).answer_comparison
-        assert measured is not None
-        assert [item.headline.name for item in measured.results] == ["accuracy_with_abstentions"]
+        assert [item.headline.name for item in compared(*pair).results] == ["accuracy_with_abstentions"]
 
 
 def test_errors_and_correlations_are_not_told_in_points() -> None:
     def one(name: str) -> str:
-        return compare_summary.format_change(Difference(name, 0.5, 0.25, -0.25, -0.5, 0.125, 0.5, 100))
+        return significance.format_change(Difference(name, 0.5, 0.25, -0.25, -0.5, 0.125, 0.5, 100))
 
     assert one("accuracy") == "-25.0 points (-50.0 to 12.5)"
     assert one("mae") == one("qwk") == "-0.250 (-0.500 to 0.125)"

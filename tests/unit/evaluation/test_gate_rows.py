@@ -15,7 +15,7 @@ from rtrain.config import DataConfig, GateConfig
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.core.ragged import Head
 from rtrain.data.store.store import Store
-from rtrain.evaluation import gate, gate_rows as answered
+from rtrain.evaluation import gate, pairing as answered
 from rtrain.inference import artifact, predictor, score
 from rtrain.models import vocab_trimming
 from rtrain.runs import trim_vocabulary
@@ -65,12 +65,9 @@ def owned(source: Path, target: Path, store: Store) -> Path:
 
 
 def gated(found: Pair, rows: Store | None = None, candidate: Path | None = None) -> dict[str, Any]:
-    limits = config.load_config("intent", QUICK).recipe.gate
-    first, further = rows or found.store, (found.whole, found.store)
-    pair = gate.GateRequest(
-        candidate or found.small, found.base, first, found.whole, extra_stores=further, measures_latency=False
-    )
-    return gate.run_gate(pair, limits)
+    further: dict[str, Any] = {"extra_stores": (found.whole, found.store), "measures_latency": False}
+    pair = gate.GateRequest(candidate or found.small, found.base, rows or found.store, found.whole, **further)
+    return gate.run_gate(pair, config.load_config("intent", QUICK).recipe.gate)
 
 
 def conll(path: Path, texts: list[str]) -> Path:
@@ -109,13 +106,8 @@ def test_tags_of_a_trimmed_student_are_set_beside_its_teacher_s(tags: Pair) -> N
 def test_rows_are_joined_whatever_their_order(tags: Pair) -> None:
     """Rows whose pieces are the same have the same answers, so that none was set beside another one."""
     base_made, small = (predictor.Predictor.load(folder) for folder in (tags.base, tags.small))
-    readings = [
-        answered.TokenizationSpec.from_artifact(item, artifact.read_artifact(item)) for item in (tags.base, tags.small)
-    ]
     among = np.array([9, 0, 4], dtype=np.int64)
-    pair = answered.answer_store(
-        base_made, small, (tags.store, tags.whole), "test", (readings[0], readings[1]), subset=among
-    )
+    pair = answered.answer_store(base_made, small, (tags.store, tags.whole), "test", subset=among)
     names = dict(enumerate(tags.store.column("test", "row_id").tolist()))
     assert (
         pair.baseline.tokens.row_ids.tolist() == pair.candidate.tokens.row_ids.tolist() == [names[row] for row in among]
@@ -135,24 +127,16 @@ def test_rows_are_joined_whatever_their_order(tags: Pair) -> None:
 
 def test_questions_of_a_trimmed_student_are_set_beside_its_teacher_s(tmp_path: Path) -> None:
     def write(path: Path, contexts: list[str]) -> str:
+        answers = [[{"text": text.split()[2], "start": text.index(text.split()[2])}] for text in contexts]
         rows = [
-            {
-                "question": "what was it?",
-                "context": text,
-                "answers": json.dumps([{"text": text.split()[2], "start": text.index(text.split()[2])}]),
-            }
-            for text in contexts
+            {"question": "what was it?", "context": text, "answers": json.dumps(answer)}
+            for text, answer in zip(contexts, answers, strict=True)
         ]
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         return str(path)
 
-    columns = {
-        "data.format": "jsonl",
-        "data.text": "question",
-        "data.text_pair": "context",
-        "data.label": "answers",
-        "data.group_column": None,
-    }
+    names = {"format": "jsonl", "text": "question", "text_pair": "context", "label": "answers", "group_column": None}
+    columns = {f"data.{name}": value for name, value in names.items()}
     paths = {
         "data.path": write(tmp_path / "train.jsonl", [*CORPUS[:6], *(f"{text} now" for text in CORPUS[:6])]),
         "data.test": write(tmp_path / "test.jsonl", [LONG[place:] for place in range(24)]),
@@ -231,9 +215,8 @@ def test_a_file_with_labels_of_another_model_is_refused_and_a_few_of_them_are_co
     with pytest.raises(ConfigError) as caught:
         answered.answer_file(item, other, rows(["LATE", "LOST"]))
     assert [(problem.field, problem.code) for problem in caught.value.problems] == [("data.label", "label_mismatch")]
-    some = gate.run_gate(
-        gate.GateRequest(folders[1], folders[0], rows(["late", "LOST"]), measures_latency=False), GateConfig()
-    )
+    request = gate.GateRequest(folders[1], folders[0], rows(["late", "LOST"]), measures_latency=False)
+    some = gate.run_gate(request, GateConfig())
     assert (some["rows"], some["unknown_labels"]) == (10, 5)
 
 
@@ -247,7 +230,7 @@ def test_outputs_of_masked_words_in_a_file_are_not_kept(tmp_path: Path) -> None:
     item, other = (predictor.Predictor.load(folder) for folder in folders)
     pair = answered.answer_file(item, other, data)
     assert [side.answers.outputs for side in (pair.baseline, pair.candidate)] == [[], []]
-    headline = answered.score_candidate(pair).headline
+    headline = gate.score_pair(pair)[0].headline
     assert headline is not None
     assert headline.name == "neg_loss"
     assert [headline.first, headline.other] == pytest.approx(

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 
 from rtrain.evaluation import latency
-from rtrain.evaluation.decision import LatencyComparison
+from rtrain.evaluation.latency import LatencyComparison
 
 ROWS = {"up to 16 tokens": list(range(12))}
 

@@ -14,7 +14,7 @@ from rtrain.evaluation.row_scores import RowAnswers
 from rtrain.inference import artifact
 from rtrain.metrics import per_class, scores
 from rtrain.metrics.registry import get_metric
-from rtrain.report import row_predictions
+from rtrain.report import collect
 from rtrain.tasks import base
 from tests.support.reports import make_answered
 
@@ -23,7 +23,7 @@ BY_WORDS = ("span_qa",)
 
 
 def sheet(run: Run) -> RowAnswers:
-    rows = row_predictions.read_answers(run, "test")
+    rows = collect.read_answers(run, "test")
     assert rows is not None
     assert run.token_store is not None
     return RowAnswers(

@@ -15,8 +15,8 @@ from rtrain.config import DistillConfig, Recipe
 from rtrain.core.ragged import Head
 from rtrain.inference import artifact, predictor as inference_predictor
 from rtrain.inference.predictor import Predictor
-from rtrain.models import builder, pooling, tokenizer_files
-from rtrain.runs.worker import write_model
+from rtrain.models import builder, model_files, pooling
+from rtrain.runs.export import write_model
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.span_qa import SpanQA
@@ -140,7 +140,7 @@ def test_answers_that_others_cannot_read_are_refused_there(task: str, encoder: P
     network, folder = made(tmp_path / "artifact", task, encoder)
     with pytest.raises(RuntimeError, match="ignore_mismatched_sizes"):
         getattr(transformers, base.get_task(task).auto_model).from_pretrained(folder)
-    read, _ = pooling.load_network(type(network), folder)
+    read, _ = model_files.load_network(type(network), folder)
     assert all(torch.equal(read.state_dict()[name], weight) for name, weight in network.state_dict().items())
 
 
@@ -180,11 +180,9 @@ def test_the_tokenizer_reads_as_many_tokens_as_the_run(encoder: Path, tmp_path: 
 
 
 def test_a_tokenizer_s_class_changes_no_token_of_an_artifact(encoder: Path, tmp_path: Path) -> None:
-    assert tokenizer_files.find_differing_texts(
-        encoder
-    )  # BertTokenizer strips accents, which its tokenizer.json does not
+    assert model_files.find_differing_texts(encoder)  # BertTokenizer strips accents, which its tokenizer.json does not
     _, folder = made(tmp_path / "artifact", "classification", encoder)
-    assert tokenizer_files.find_differing_texts(folder) == []
+    assert model_files.find_differing_texts(folder) == []
 
 
 ARCHITECTURES = {
@@ -202,10 +200,10 @@ def test_no_architecture_s_own_tokenizer_class_changes_tokens(kind: str, archite
     for place in (source, folder):
         transformers.AutoConfig.for_model(architecture).save_pretrained(place)
     made_tokenizer(kind).save(str(source / "tokenizer.json"))
-    tokenizer_files.write_tokenizer_files(source, folder, 512)
+    model_files.write_tokenizer_files(source, folder, 512)
     theirs = transformers.AutoTokenizer.from_pretrained(folder)
     ours = load_tokenizer(source, 512)
-    texts = [*tokenizer_files.PROBE_TEXTS, *(f"{one}{other}" for one in SIGNS for other in SIGNS)]
+    texts = [*model_files.PROBE_TEXTS, *(f"{one}{other}" for one in SIGNS for other in SIGNS)]
     assert len(texts) >= 200
     assert [theirs(text).input_ids for text in texts] == [ours.encode(text).ids for text in texts]
 
@@ -257,10 +255,9 @@ def made_tokenizer(kind: str) -> Any:
     tokenizer: Any = Tokenizer(model)
     tokenizer.normalizer = normalizers.NFC()
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([digits, rest])
-    tokenizer.train_from_iterator([*CORPUS, *(text for text in tokenizer_files.PROBE_TEXTS)] * 3, trainer)
+    tokenizer.train_from_iterator([*CORPUS, *(text for text in model_files.PROBE_TEXTS)] * 3, trainer)
     first, last = ("[CLS]", "[SEP]") if kind == "wordpiece" else ("<s>", "</s>")
     tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{first} $A {last}",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last)],
+        single=f"{first} $A {last}", special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, last)]
     )
     return tokenizer

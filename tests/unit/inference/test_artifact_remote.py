@@ -10,12 +10,13 @@ import pytest
 from rtrain.cli import app as cli
 from rtrain.core import manifest
 from rtrain.core.errors import UserError
-from rtrain.inference import artifact, remote
+from rtrain.inference import artifact
 from rtrain.inference.artifact import ArtifactError
 from tests.conftest import write_rows
 from tests.serve.test_deployment import openvino_artifact
 from tests.support.tiny import CORPUS, make_artifact
 from tests.unit.checkpoint.test_remote_copy import s3  # noqa: F401
+from tests.unit.cli.test_cli import Begun, no_endpoint  # noqa: F401
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +38,7 @@ def left(root: Path) -> list[str]:
 )
 def test_an_address_that_gives_nothing_is_refused_without_its_secrets(tmp_path: Path, address: str, code: str) -> None:
     with pytest.raises(UserError) as refused:
-        remote.fetch_artifact(address, tmp_path)
+        artifact.fetch_artifact(address, tmp_path)
     assert (refused.value.code, "abc" in str(refused.value)) == (code, False)
     assert left(tmp_path) == []
 
@@ -66,28 +67,28 @@ def put(folder: Path, url: str) -> None:
 def test_a_folder_is_fetched_anew_where_its_manifest_has_changed(made: Path, storage: str, tmp_path: Path) -> None:
     root, said = tmp_path / "cache", list[str]()
     put(made, f"{storage}/run/artifact")
-    first = remote.fetch_artifact(f"{storage}/run/artifact", root, said.append)
-    assert remote.fetch_artifact(f"{storage}/run", root, said.append) == first  # the run that holds it
+    first = artifact.fetch_artifact(f"{storage}/run/artifact", root, said.append)
+    assert artifact.fetch_artifact(f"{storage}/run", root, said.append) == first  # the run that holds it
     assert artifact.read_artifact(first) == artifact.read_artifact(made)
     assert len(said) == 1
     digest = hashlib.sha256((made / manifest.FILE_NAME).read_bytes()).hexdigest()
-    assert remote.fetch_artifact(f"{storage}/run#sha256={digest}", root) == first
+    assert artifact.fetch_artifact(f"{storage}/run#sha256={digest}", root) == first
 
     other = make_artifact(tmp_path / "other", seed=1)
     put(other, f"{storage}/run/artifact")
     with pytest.raises(ArtifactError) as refused:
-        remote.fetch_artifact(f"{storage}/run#sha256={digest}", root)
+        artifact.fetch_artifact(f"{storage}/run#sha256={digest}", root)
     assert refused.value.code == "other_digest"
-    assert artifact.read_artifact(remote.fetch_artifact(f"{storage}/run", root)) == artifact.read_artifact(other)
+    assert artifact.read_artifact(artifact.fetch_artifact(f"{storage}/run", root)) == artifact.read_artifact(other)
     assert len(left(root)) == 2
 
 
 def test_a_damaged_copy_is_fetched_anew(made: Path, storage: str, tmp_path: Path) -> None:
     put(made, f"{storage}/artifact")
-    found = remote.fetch_artifact(f"{storage}/artifact", tmp_path / "cache")
+    found = artifact.fetch_artifact(f"{storage}/artifact", tmp_path / "cache")
     weights = found / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert remote.fetch_artifact(f"{storage}/artifact", tmp_path / "cache") == found
+    assert artifact.fetch_artifact(f"{storage}/artifact", tmp_path / "cache") == found
     assert manifest.find_damage(found) is None
 
 
@@ -103,7 +104,7 @@ def test_a_folder_that_is_none_or_torn_leaves_nothing(made: Path, storage: str, 
     codes = {"nothing": "not_an_artifact", "torn": "damaged_artifact", "evil": "unsafe_path"}
     for name, code in (codes | dict.fromkeys(("deep", "list"), "unreadable")).items():
         with pytest.raises(ArtifactError) as refused:
-            remote.fetch_artifact(f"{storage}/{name}", root)
+            artifact.fetch_artifact(f"{storage}/{name}", root)
         assert refused.value.code == code
     assert left(root) == []
 
@@ -123,33 +124,26 @@ def test_verbs_take_an_address(
     assert json.loads(capsys.readouterr().out)["version"] == artifact.read_artifact(made).version
 
 
-class Begun(Exception):
-    """The command went on to start Ray."""
-
-
+@pytest.mark.usefixtures("no_endpoint")
 def test_what_was_fetched_is_served_and_its_verdict_stays_as_it_was_made(
     made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     address = make_artifact(tmp_path / "other", seed=1).as_uri()
 
-    def begun(*given: object, **named: object) -> None:
-        raise Begun
-
-    with monkeypatch.context() as patch:
-        patch.setattr("serve.launcher.session", begun)
-        with pytest.raises(Begun):
-            cli.main(["serve", address])
+    with pytest.raises(Begun):
+        cli.main(["serve", address])
     rows = write_rows(tmp_path / "rows.csv", [(text, "abc"[at % 3]) for at, text in enumerate(CORPUS)])
     words = ["--baseline", str(made), "--data", str(rows), "--set", "gate.latency_seconds=0.5"]
     with pytest.raises(SystemExit) as held:  # on so few rows
         cli.main(["gate", address, *words])
     assert held.value.code == 1
     assert "the verdict is not written" in capsys.readouterr().out
-    folder = remote.fetch_artifact(address)
+    folder = artifact.fetch_artifact(address)
     assert artifact.read_artifact(folder).gate is None
 
 
+@pytest.mark.usefixtures("no_endpoint")
 def test_a_smaller_one_in_storage_is_served_by_its_verdict_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
 ) -> None:
@@ -157,11 +151,6 @@ def test_a_smaller_one_in_storage_is_served_by_its_verdict_alone(
     url = f"{request.getfixturevalue('s3')}/{tmp_path.name}/int8"
     folder = openvino_artifact(tmp_path / "int8")
     put(folder, url)
-
-    def begun(*given: object, **named: object) -> None:
-        raise Begun
-
-    monkeypatch.setattr("serve.launcher.session", begun)
     with pytest.raises(SystemExit) as refused:
         cli.main(["serve", url])
     assert refused.value.code == 1
@@ -185,5 +174,5 @@ def test_a_smaller_one_in_storage_is_served_by_its_verdict_alone(
 def test_a_cache_that_cannot_be_made_is_told_with_its_setting(made: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError) as refused:
-        remote.fetch_artifact(made.as_uri(), tmp_path / "file" / "artifacts")
+        artifact.fetch_artifact(made.as_uri(), tmp_path / "file" / "artifacts")
     assert refused.value.code == "not_writable"

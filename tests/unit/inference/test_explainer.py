@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rtrain.core.ragged import EncodedRow, Head, TokenWindow, collate
-from rtrain.inference.explain import gradients, integrated_gradients, targets
-from rtrain.inference.explain.explainer import Explainer, TargetExplanation
+from rtrain.inference import explainer, integrated_gradients
+from rtrain.inference.explainer import Explainer, TargetExplanation
 from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input
 from tests.serve.test_deployment import openvino_artifact
@@ -31,13 +31,13 @@ class ExplainerWithPredictor(Explainer):
         self.predictor = predictor
 
 
-def explainer(folder: Path) -> ExplainerWithPredictor:
+def load_explainer(folder: Path) -> ExplainerWithPredictor:
     return ExplainerWithPredictor(Predictor.load(folder, threads=1))
 
 
 @pytest.fixture(scope="module")
 def classes(tmp_path_factory: pytest.TempPathFactory) -> ExplainerWithPredictor:
-    return explainer(make_artifact(tmp_path_factory.mktemp("classes"), LABELS))
+    return load_explainer(make_artifact(tmp_path_factory.mktemp("classes"), LABELS))
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def instance(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Explaine
     def make(task: str, head: Head, max_tokens: int = 64) -> ExplainerWithPredictor:
         name = f"{task}-{max_tokens}-{head}"
         if name not in result:
-            result[name] = explainer(make_task_artifact(tmp_path_factory.mktemp(task), task, head, 3, max_tokens))
+            result[name] = load_explainer(make_task_artifact(tmp_path_factory.mktemp(task), task, head, 3, max_tokens))
         return result[name]
 
     return make
@@ -66,6 +66,12 @@ def complete(explained: TargetExplanation) -> None:
         [part.attribution for text in explained.texts for part in text.sentences],
     ):
         assert float(np.sum(parts)) == pytest.approx(new_path, rel=integrated_gradients.ERROR_TOLERANCE)
+
+
+def explain_one(loaded: Explainer, row_input: Input, label: str | None = None) -> TargetExplanation:
+    """Explain a row with a single target."""
+    [[explained]] = [result.answers for result in loaded([row_input], label)]
+    return explained
 
 
 def rebuilt(explained: TargetExplanation, number: int = 0) -> str:
@@ -88,8 +94,7 @@ def test_explanations_are_complete_and_of_the_predicted_label(classes: Explainer
 def test_the_baseline_is_padding_between_the_special_tokens(classes: ExplainerWithPredictor) -> None:
     predictor = classes.predictor
     [row] = predictor.encode([CORPUS[0]])
-    [result] = classes([CORPUS[0]])
-    [explained] = result.answers
+    explained = explain_one(classes, CORPUS[0])
     padding = row._replace(ids=[row.ids[0], *[predictor.pad_id] * (len(row.ids) - 2), row.ids[-1]])
     place = LABELS.index(explained.label)
     assert explained.baseline == pytest.approx(float(predictor.run([padding])[0][place]), abs=1e-4)
@@ -99,8 +104,7 @@ def test_the_baseline_is_padding_between_the_special_tokens(classes: ExplainerWi
 def test_each_label_can_be_explained_and_its_value_is_its_logit(classes: ExplainerWithPredictor) -> None:
     [output] = classes.predictor.logits([CORPUS[1]])
     for label, logit in zip(LABELS, output.tolist(), strict=True):
-        [result] = classes([CORPUS[1]], label)
-        [explained] = result.answers
+        explained = explain_one(classes, CORPUS[1], label)
         complete(explained)
         assert explained.label == label
         assert explained.value == pytest.approx(logit, abs=1e-4)
@@ -109,8 +113,7 @@ def test_each_label_can_be_explained_and_its_value_is_its_logit(classes: Explain
 def test_a_number_is_explained_in_its_unit_and_by_sentences(instance: Callable[..., ExplainerWithPredictor]) -> None:
     of_scores = instance("regression", Head(("score",), SCORES))
     [answer] = of_scores.predictor([ESSAY])
-    [result] = of_scores([ESSAY])
-    [explained] = result.answers
+    explained = explain_one(of_scores, ESSAY)
     complete(explained)
     assert explained.value == pytest.approx(answer, abs=1e-4)
     [text] = explained.texts
@@ -155,8 +158,8 @@ def test_each_entity_is_explained_in_windows_too(instance: Callable[..., Explain
     [answer] = tagger.predictor([text])
     [result] = tagger([text])
     assert answer, "the model tags nothing"
-    surest = sorted(answer, key=lambda group: -group["score"])[: targets.MAX_TARGETS]
-    assert surest != answer[: targets.MAX_TARGETS]
+    surest = sorted(answer, key=lambda group: -group["score"])[: explainer.MAX_TARGETS]
+    assert surest != answer[: explainer.MAX_TARGETS]
     assert [(entry.label, entry.span) for entry in result.answers] == [
         (group["entity_group"], (group["start"], group["end"])) for group in answer if group in surest
     ]
@@ -193,7 +196,7 @@ def test_memory_is_bounded_by_passes_that_change_nothing(
 ) -> None:
     at_once = classes([CORPUS[0]])[0].answers[0].tokens
     [row] = classes.predictor.encode([CORPUS[0]])
-    monkeypatch.setattr(gradients, "MAX_BATCH_TOKENS", 3 * len(row.ids))
+    monkeypatch.setattr(integrated_gradients, "MAX_BATCH_TOKENS", 3 * len(row.ids))
     one_by_one = classes([CORPUS[0]])[0].answers[0].tokens
     assert one_by_one == pytest.approx(at_once, abs=1e-5)
 
@@ -210,7 +213,7 @@ def test_an_explanation_that_nobody_awaits_stops(classes: ExplainerWithPredictor
     predictor = classes.predictor
     [row], [output] = predictor.encode([CORPUS[0]]), predictor.logits([CORPUS[0]])
     overrides = iter([False, True])
-    with pytest.raises(gradients.ExplanationCancelled):
+    with pytest.raises(integrated_gradients.ExplanationCancelled):
         classes.explain(CORPUS[0], row, output, steps=256, should_stop=lambda: next(overrides))
 
 
@@ -240,9 +243,8 @@ class Linear(torch.nn.Module):
 
 def attributions(network: torch.nn.Module, ids: list[int], remaining: list[bool]) -> integrated_gradients.Integral:
     row = collate([EncodedRow(ids, [TokenWindow(len(ids), len(ids))], False, [(0, 0)] * len(ids))])
-    path = gradients.IntegrationPath(
-        network,  # type: ignore[arg-type]
-        frozenset({"inputs_embeds"}),
+    path = integrated_gradients.IntegrationPath(
+        (network, frozenset({"inputs_embeds"})),  # type: ignore[arg-type]
         row,
         np.array(remaining),
         0,
@@ -278,8 +280,7 @@ def test_of_a_linear_model_they_are_weight_times_way() -> None:
     ],
 )
 def test_words_rebuild_the_text(classes: ExplainerWithPredictor, text: str) -> None:
-    [result] = classes([text])
-    [explained] = result.answers
+    explained = explain_one(classes, text)
     assert rebuilt(explained) == "".join(text.split())
     shares = [part.attribution for part in explained.texts[0].words]
     assert float(np.sum(shares)) == pytest.approx(float(explained.tokens.sum()), abs=1e-9)
@@ -323,7 +324,7 @@ def test_impossible_steps_are_refused(classes: ExplainerWithPredictor, steps: in
 
 def test_an_int8_artefact_is_refused(tmp_path: Path) -> None:
     with refused("no_gradients"):
-        explainer(openvino_artifact(tmp_path / "int8"))
+        load_explainer(openvino_artifact(tmp_path / "int8"))
 
 
 def test_a_model_that_answers_otherwise_from_embeddings_is_refused(classes: ExplainerWithPredictor) -> None:

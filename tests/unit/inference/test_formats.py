@@ -12,9 +12,9 @@ import pytest
 
 from rtrain.config import DataConfig
 from rtrain.data import row_reader
-from rtrain.inference.batch import chunks, columns, formats
+from rtrain.inference.batch import chunks, formats
 from rtrain.inference.batch.formats import Format
-from rtrain.inference.batch.output_folder import refuse_among_rows
+from rtrain.inference.batch.predict_files import refuse_among_rows
 from tests.support.answering import write_jsonl
 from tests.support.refusing import refused
 
@@ -24,10 +24,10 @@ def written(path: Path, format: Format) -> bytes:
     data = DataConfig(path=str(path), label=None)
     result = row_reader.inspect_source(data)
     survey = chunks.survey_files(result, data)
-    layout = columns.build_output_schema(survey.column_types, [])
+    layout = formats.build_output_schema(survey.column_types, [])
     [chunk] = [chunks.ChunkReader(result, data).read(portion) for portion in survey.chunks]
     portion = path.parent / "portion"
-    portion.write_bytes(formats.encode_chunk(format, layout, chunk, [[None] * len(chunk.records)]))
+    portion.write_bytes(formats.encode_chunk(format, layout, chunk.columns, [[None] * len(chunk.records)]))
     file = io.BytesIO()
     formats.join_chunks(format, layout, [portion], file)
     return file.getvalue()
@@ -131,6 +131,6 @@ def test_names_that_are_no_unicode_get_a_question_mark_and_stay_apart(tmp_path: 
 
 def test_numbers_of_several_widths_stay_numbers() -> None:
     """As files of one address may have them, one each."""
-    assert columns.common_type(pa.int32(), pa.int64()) == columns.common_type(pa.uint8(), pa.int16()) == pa.int64()
-    assert columns.common_type(pa.float32(), pa.float64()) == pa.float64()
-    assert columns.common_type(pa.uint64(), pa.int64()) == pa.string()  # no integer of 64 bits holds both
+    assert formats.common_type(pa.int32(), pa.int64()) == formats.common_type(pa.uint8(), pa.int16()) == pa.int64()
+    assert formats.common_type(pa.float32(), pa.float64()) == pa.float64()
+    assert formats.common_type(pa.uint64(), pa.int64()) == pa.string()  # no integer of 64 bits holds both

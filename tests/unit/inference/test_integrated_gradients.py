@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from rtrain.inference.explain import integrated_gradients
-from rtrain.inference.explain.integrated_gradients import Doubles, integrate, quadrature_nodes, quadrature_weights
+from rtrain.inference import integrated_gradients
+from rtrain.inference.integrated_gradients import Doubles, integrate, quadrature_nodes, quadrature_weights
 
 
 @pytest.mark.parametrize("steps", [2, 4, 16, 64])

@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from rtrain import config
-from rtrain.compress.exporters import check
+from rtrain.compress import calibrate
 from rtrain.config import ServeConfig
 from rtrain.data.store.store import Store
 from rtrain.inference import artifact, predictor
@@ -81,7 +81,7 @@ def test_a_long_text_is_exported_and_served_by_int8(tmp_path: Path, longest: int
     """The float graph answers training rows of every length as PyTorch does (`export_check`), or nothing is made."""
     folder = make_ground(tmp_path, longest, 900, longest // 3, most=longest)
     store = Store(next((folder / ".tokens").iterdir()))
-    names = [name for name, _ in check.group_by_length(store.column("train", "length"))]
+    names = [name for name, _ in calibrate.group_by_length(store.column("train", "length"))]
     assert names[-1] == bucket
     head = store.manifest.head
     made = make_artifact(folder / "encoder", folder / "artifact", head.labels, longest, **head.facts)

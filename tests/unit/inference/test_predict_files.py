@@ -18,8 +18,8 @@ import pytest
 from rtrain.core.ragged import Head
 from rtrain.inference.batch import chunks, predict_files
 from rtrain.inference.batch.chunks import Chunk
-from rtrain.inference.batch.output_folder import Reuse
 from rtrain.inference.batch.pipeline import AnsweredChunk, BatchPredictJob, ChunkAnswerer
+from rtrain.inference.batch.predict_files import Reuse
 from rtrain.inference.predictor import Predictor
 from tests.conftest import STARTUP
 from tests.support.answering import MESSY, asked, read_csv, read_jsonl, read_parquet, texts, write_csv, write_jsonl

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -188,35 +188,41 @@ def rewrite(folder: Path, change: Any) -> None:
     manifest.write_manifest(folder)
 
 
-@pytest.mark.parametrize("by", [0.002, float("nan")])
-def test_an_artefact_that_answers_otherwise_is_refused(folder: Path, by: float) -> None:
-    def moved(document: dict[str, Any]) -> None:
+def move_golden(folder: Path, by: float) -> None:
+    def move(document: dict[str, Any]) -> None:
         document["golden"][3]["logits"][1] += by
 
-    rewrite(folder, moved)
-    with refused("other_answers"):
-        Predictor.load(folder, threads=1)
+    rewrite(folder, move)
 
 
-def test_other_weights_under_the_same_answers_are_refused(folder: Path, tmp_path: Path) -> None:
-    other = make_artifact(tmp_path / "other", seed=5)
+def change_case(folder: Path) -> None:
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["normalizer"]["lowercase"] = False
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    manifest.write_manifest(folder)
+
+
+def replace_weights(folder: Path) -> None:
+    other = make_artifact(folder.parent / "other", seed=5)
     shutil.copyfile(other / "model.safetensors", folder / "model.safetensors")
     manifest.write_manifest(folder)
-    with refused("other_answers"):
-        Predictor.load(folder, threads=1)
 
 
-def test_another_tokenizer_under_the_same_answers_is_refused(folder: Path) -> None:
-    path = folder / "tokenizer.json"
-    document = json.loads(path.read_text())
-    document["normalizer"]["lowercase"] = False
-    path.write_text(json.dumps(document))
-    manifest.write_manifest(folder)
-    with refused("other_answers"):
-        Predictor.load(folder, threads=1)
+HARM: dict[str, tuple[Callable[[Path], None], str]] = {
+    "moved": (lambda folder: move_golden(folder, 0.002), "other_answers"),
+    "NaN": (lambda folder: move_golden(folder, float("nan")), "other_answers"),
+    "weights": (replace_weights, "other_answers"),
+    "tokenizer": (change_case, "other_answers"),
+    "no golden answers": (
+        lambda folder: rewrite(folder, lambda document: document.update(golden=[])),
+        "damaged_artifact",
+    ),
+}
 
 
-def test_an_artefact_without_golden_answers_is_refused(folder: Path) -> None:
-    rewrite(folder, lambda document: document.update(golden=[]))
-    with refused("damaged_artifact"):
+@pytest.mark.parametrize("name", HARM)
+def test_an_artefact_that_answers_otherwise_is_refused(folder: Path, name: str) -> None:
+    harm, code = HARM[name]
+    harm(folder)
+    with refused(code):
         Predictor.load(folder, threads=1)

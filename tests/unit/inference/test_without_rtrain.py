@@ -8,7 +8,7 @@ import pytest
 import transformers
 
 from rtrain.inference.predictor import Predictor
-from rtrain.models import tokenizer_files
+from rtrain.models import model_files
 from tests.support import quantizing
 from tests.support.tiny import make_encoder
 from tests.unit.inference.test_artifact_elsewhere import made
@@ -45,7 +45,7 @@ def test_a_block_answers_as_rtrain_does(title: str, block: str, folder: Path, mo
 
 def test_transformers_reads_texts_for_an_int8_graph_as_rtrain_does(folder: Path) -> None:
     int8 = folder / "runs" / "intent" / "artifact-int8"
-    assert tokenizer_files.find_differing_texts(int8) == []
+    assert model_files.find_differing_texts(int8) == []
     loaded = transformers.AutoTokenizer.from_pretrained(int8)
     predictor = Predictor.load(int8)
     long = " ".join(TEXTS) * 9

@@ -1,16 +1,19 @@
-"""Bootstrap intervals: seeded, the same by sums as by rows, and as wide as theory says."""
+"""Scores as sums over rows, their intervals, and paired comparisons of two systems."""
 
 import math
 
 import numpy as np
 import pytest
 
-from rtrain.metrics import bootstrap, classification, entities, regression, spans, sums
+from rtrain.metrics import bootstrap, classification, entities, regression, spans
+from rtrain.metrics.bootstrap import combine_metrics, make_mean_metric
 
 
 def test_interval_of_a_mean_is_as_wide_as_theory_says() -> None:
     right = np.repeat([1.0, 0.0], [300, 100])
-    [(name, result)] = bootstrap.compute_intervals(sums.make_mean_metric({"accuracy": right}), replicates=4000).items()
+    [(name, result)] = bootstrap.compute_intervals(
+        bootstrap.make_mean_metric({"accuracy": right}), replicates=4000
+    ).items()
     half = 1.96 * math.sqrt(0.75 * 0.25 / 400)  # of the binomial distribution: .0424
     assert name == "accuracy"
     assert result.value == 0.75
@@ -37,10 +40,10 @@ PREDICTED = [["B-X", "O", "O"], ["O", "B-Y"], ["B-X", "I-X"]] * 20
     ],
     ids=["classes", "labels", "numbers", "ratings", "entities", "spans"],
 )
-def test_an_interval_is_the_percentiles_of_the_scores_of_resampled_rows(scores: sums.SumMetric) -> None:
+def test_an_interval_is_the_percentiles_of_the_scores_of_resampled_rows(scores: bootstrap.SumMetric) -> None:
     by_sums = bootstrap.compute_intervals(scores, seed=1, replicates=50)
     resamples = np.random.Generator(np.random.PCG64(1)).integers(0, 60, size=(50, 60))
-    by_rows = [scores.scores_at(rows) for rows in resamples]
+    by_rows = [scores.take(np.asarray(rows)).scores() for rows in resamples]
     assert by_sums.keys() == by_rows[0].keys()
     for name, interval in by_sums.items():
         low, high = np.quantile([match[name] for match in by_rows], [0.025, 0.975])
@@ -49,7 +52,7 @@ def test_an_interval_is_the_percentiles_of_the_scores_of_resampled_rows(scores: 
 
 
 def test_a_system_is_not_better_than_itself() -> None:
-    scores = sums.make_mean_metric({"accuracy": [1.0, 0.0] * 50})
+    scores = bootstrap.make_mean_metric({"accuracy": [1.0, 0.0] * 50})
     assert bootstrap.compare(scores, scores)["accuracy"] == (0.0, 0.0, 0.0, 1.0)
 
 
@@ -58,7 +61,7 @@ def test_pairs_show_a_difference_that_the_intervals_hide() -> None:
     a = np.repeat([1.0, 0.0], [140, 60])
     b = a.copy()
     b[:8] = 0
-    better, worse = sums.make_mean_metric({"accuracy": a}), sums.make_mean_metric({"accuracy": b, "other": b})
+    better, worse = bootstrap.make_mean_metric({"accuracy": a}), bootstrap.make_mean_metric({"accuracy": b, "other": b})
     compared = bootstrap.compare(better, worse)
     assert set(compared) == {"accuracy"}
     result = compared["accuracy"]
@@ -74,9 +77,29 @@ def test_pairs_show_a_difference_that_the_intervals_hide() -> None:
 
 
 def test_the_same_seed_draws_the_same_rows_and_other_rows_are_no_pairs() -> None:
-    values = sums.make_mean_metric({"score": np.random.default_rng(0).random(37)})
+    values = bootstrap.make_mean_metric({"score": np.random.default_rng(0).random(37)})
     first = bootstrap.compute_intervals(values, seed=5, replicates=101)
     assert bootstrap.compute_intervals(values, seed=5, replicates=101) == first
     assert bootstrap.compute_intervals(values, seed=6, replicates=101) != first
     with pytest.raises(ValueError, match="1 and 2"):
-        bootstrap.compare(sums.make_mean_metric({"x": [1.0]}), sums.make_mean_metric({"x": [1.0, 2.0]}))
+        bootstrap.compare(bootstrap.make_mean_metric({"x": [1.0]}), bootstrap.make_mean_metric({"x": [1.0, 2.0]}))
+
+
+def test_joined_parts_score_as_they_do_alone() -> None:
+    random = np.random.default_rng(0)
+    true, result = random.integers(0, 3, 40), random.integers(0, 3, 40)
+    sparse = classification.make_sum_metric(true, result, 3)
+    dense, plain = (
+        regression.make_sum_metric(true.astype(np.float64), result.astype(np.float64)),
+        make_mean_metric({"one": random.random(40)}),
+    )
+    some = [3, 3, 17, 39]
+    for parts in ((dense, plain), (sparse, dense), (plain, sparse, dense)):
+        together = combine_metrics(*parts)
+        assert len(together) == 40
+        expected = {name: value for part in parts for name, value in part.scores().items()}
+        assert together.scores() == pytest.approx(expected, rel=1e-12)
+        assert list(together.scores()) == list(expected)
+        assert together.take(np.asarray(some)).scores() == pytest.approx(
+            {k: v for part in parts for k, v in part.take(np.asarray(some)).scores().items()}, rel=1e-9
+        )

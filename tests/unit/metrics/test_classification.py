@@ -7,7 +7,7 @@ from sklearn import metrics as sk
 
 from rtrain.core.errors import UserError
 from rtrain.metrics import classification
-from rtrain.metrics.sums import Bools, Floats
+from rtrain.metrics.bootstrap import Bools, Floats
 from tests.support.causes import caused_by
 
 # Class 0 twice right, once taken for 1; class 1 once right, once taken for 2; the last label is no class.
@@ -23,7 +23,7 @@ def test_confusion_counts_every_row_once_and_an_unknown_label_in_the_last_row() 
 labels = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=60)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(labels)
 def test_scores_are_scikit_learns(rows: list[tuple[int, int]]) -> None:
     true, predicted = np.array(rows).T
@@ -43,7 +43,7 @@ def test_auc_of_a_class_without_rows_is_left_out() -> None:
     assert classification.compute_auc(np.array([0, 0]), scores) == (None, [None, None, None])
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1))
 def test_auc_is_scikit_learns_one_vs_rest(seed: int) -> None:
     generator = np.random.default_rng(seed)
@@ -54,7 +54,7 @@ def test_auc_is_scikit_learns_one_vs_rest(seed: int) -> None:
     assert area == pytest.approx(sk.roc_auc_score(true, scores, multi_class="ovr", average="macro"), abs=1e-12)
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.integers(0, 2**32 - 1))
 def test_multilabel_is_scikit_learns(seed: int) -> None:
     generator = np.random.default_rng(seed)
@@ -101,7 +101,7 @@ def test_threshold_may_refuse_every_row() -> None:
     assert classification.choose_threshold(confidence, outside) > 0.5
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=40)
 @given(st.lists(st.tuples(st.sampled_from([0.1, 0.2, 0.5, 0.9]), st.booleans()), min_size=2, max_size=30))
 def test_no_threshold_has_a_higher_f1_than_the_chosen_one(rows: list[tuple[float, bool]]) -> None:
     confidence, outside = np.array([row[0] for row in rows]), np.array([row[1] for row in rows])

@@ -3,18 +3,20 @@
 import json
 import math
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings, strategies as st
 
 from rtrain.cli import app as cli
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import IGNORE_INDEX, EncodedRow, Head, RaggedArray, TokenWindow, collate
 from rtrain.inference import artifact, score
 from rtrain.inference.predictor import Predictor
-from rtrain.metrics import classification, registry, scores, summary_rows
+from rtrain.metrics import classification, registry, scores, summaries
 from rtrain.tasks import base
 from tests.support.causes import caused_by
 from tests.support.tiny import make_artifact, make_task_artifact
@@ -114,10 +116,10 @@ ROW_RESULTS: dict[str, tuple[list[Any], list[Any]]] = {
     "number": ([[1.2], [2.9]], [[1], [2]]),
     "tags": ([[0, 0.9, 0.1, 1, 0.8, 0.2], [1, 0.5, 0.7]], [[0, 1], [0]]),
     "summary": (
-        [[*[0.5] * summary_rows.NUM_FIGURES, 0.75, 1, 0.25, 0], [*[0.0] * summary_rows.NUM_FIGURES, 0.5, 1]],
+        [[*[0.5] * summaries.NUM_FIGURES, 0.75, 1, 0.25, 0], [*[0.0] * summaries.NUM_FIGURES, 0.5, 1]],
         [
-            summary_rows.encode_summary_row(["a b", "c"], [(1, 3), (3, 4)], [0], "b"),
-            summary_rows.encode_summary_row(["d"], [(1, 2)], [], "e"),
+            summaries.encode_summary_row(["a b", "c"], [(1, 3), (3, 4)], [0], "b"),
+            summaries.encode_summary_row(["d"], [(1, 2)], [], "e"),
         ],
     ),
     # F1, exact match, margin, whether there is an answer, loss, first and last token; targets are places in windows.
@@ -158,11 +160,7 @@ def test_tables_of_the_other_kinds_by_hand() -> None:
     # 2.9 is nearest to 3, and its grade was 2.
     assert tables["number"]["scale"]["confusion"]["counts"] == [[1, 0, 0], [0, 0, 1], [0, 0, 0]]
     assert sum(tables["number"]["residuals"]["rows"]) == 2
-    assert tables["summary"]["positions"] == {
-        "tenths": 10,
-        "oracle": [1, *[0] * 9],
-        "picked": [2, *[0] * 9],
-    }
+    assert tables["summary"]["positions"] == {"tenths": 10, "oracle": [1, *[0] * 9], "picked": [2, *[0] * 9]}
     [entity] = tables["tags"]["per_class"]
     assert (entity["class"], entity["precision"], entity["recall"]) == ("x", 0.5, 1.0)
 
@@ -373,3 +371,41 @@ def test_a_file_is_read_in_the_format_of_the_training_rows_unless_its_name_says_
     for path, format in (("dev.json", "squad"), ("dev.json.gz", "squad"), ("dev", "squad"), ("rows.jsonl", None)):
         assert score.resolve_data_settings(store, {"data.path": path}).format == format
     assert score.resolve_data_settings(store, {"data.path": "dev.json", "data.format": "jsonl"}).format == "jsonl"
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from(["a", "b", "c", "d", None]), max_size=80), st.integers(0, 10))
+def test_every_row_is_in_one_group(values: list[str | None], min_rows: int) -> None:
+    result = scores.group_rows(values, min_rows)
+    assert sorted(row for group in result for row in group.rows) == list(range(len(values)))
+    assert sum(len(group.rows) < min_rows for group in result) <= 1  # only that of small ones, or a single small value
+    assert all(len(group.merged_values) != 1 for group in result)  # a single small value keeps its name
+
+
+def test_all_but_the_most_frequent_values_are_one() -> None:
+    values = [*"aaaa", *"bbb", *"cc", *"dd", *"e"]
+    result = scores.group_rows(values, min_rows=1, max_groups=2)
+    assert [(entry.value, entry.rows.tolist(), entry.merged_values) for entry in result] == [
+        ("a", [0, 1, 2, 3], ()),
+        ("b", [4, 5, 6], ()),
+        ("(the 3 rarest values)", [7, 8, 9, 10, 11], ("c", "d", "e")),
+    ]
+    # Ties are sorted by name: values with equally many rows are not all merged.
+    assert [entry.value for entry in scores.group_rows([*"abcd"] * 5, min_rows=1, max_groups=2)] == [
+        "a",
+        "b",
+        "(the 2 rarest values)",
+    ]
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(-1000, 1000), min_size=1, max_size=50), st.integers(1, 6))
+def test_quantile_ranges_do_not_overlap_and_hold_their_numbers(numbers: list[int], parts: int) -> None:
+    labels = scores.bin_by_quantile(numbers, parts)
+    order = [label for _, label in sorted(zip(numbers, labels, strict=True), key=lambda pair: pair[0])]
+    changes = sum(a != b for a, b in pairwise(order))
+    assert changes == len(set(labels)) - 1 < parts
+    for number in set(numbers):
+        assert len({label for value, label in zip(numbers, labels, strict=True) if value == number}) == 1
+    assert np.unique(labels).size <= parts
+    assert scores.bin_by_quantile([]) == []

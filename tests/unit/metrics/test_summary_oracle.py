@@ -3,20 +3,19 @@
 import numpy as np
 from hypothesis import given, settings, strategies as st
 
-from rtrain.metrics import rouge
-from rtrain.metrics.rouge import SummaryBudget
-from rtrain.metrics.summary_oracle import select_oracle_sentences
+from rtrain.metrics import summaries
+from rtrain.metrics.summaries import SummaryBudget, select_oracle_sentences
 
 SENTENCES = ["You may use it.", "We keep your data for years.", "Pay us.", "We sell your data to others."]
 
 
 def select_by_definition(sentences: list[str], reference: str, budget: SummaryBudget) -> list[int]:
     """The search by its definition: the score of each choice is that of its text."""
-    words, sizes = [rouge.tokenize_for_rouge(sentence) for sentence in sentences], rouge.count_words(sentences)
+    words, sizes = [summaries.tokenize_for_rouge(sentence) for sentence in sentences], summaries.count_words(sentences)
 
     def value(positions: list[int]) -> float:
         outputs = [word for position in sorted(positions) for word in words[position]]
-        return sum(rouge.compute_rouge(outputs, rouge.tokenize_for_rouge(reference), rouge.ROUGE_NAMES[:2]))
+        return sum(summaries.compute_rouge(outputs, summaries.tokenize_for_rouge(reference), summaries.ROUGE_NAMES[:2]))
 
     results: list[int] = []
     best = 0.0

@@ -2,17 +2,18 @@
 
 import itertools
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
-from rtrain.models import attention, banded_attention, local_attention, pack_layout
-from rtrain.models.banded_attention import attend_in_band
-from rtrain.torch_internals import SequenceBounds
+from rtrain.models import attention, long_texts, pack_layout
+from rtrain.models.attention import attend_in_band
+from rtrain.torch_internals import FlashOptions, Qkv, SequenceBounds
 from tests.support.packing import rows
 
-CPU, META = torch.device("cpu"), torch.device("meta")
+CPU = torch.device("cpu")
 HEADS = 2
 
 
@@ -32,17 +33,9 @@ def weights_of(
     return scores, (torch.rand(scores.shape, generator=draw) >= rate) / (1 - rate)
 
 
-def forward(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    bounds: SequenceBounds,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None = None,
-) -> tuple[torch.Tensor, ...]:
-    """What `flash_forward` promises, one window after another."""
+def forward(qkv: Qkv, bounds: SequenceBounds, options: FlashOptions) -> tuple[torch.Tensor, ...]:
+    """`flash_forward`, one window after another."""
+    (query, key, value), (scale, dropout, window) = qkv, options
     assert [int(bounds[0][-1]), int(bounds[1][-1])] == [len(query), len(key)]
     assert [int(ends.diff().max()) for ends in bounds[:2]] == list(bounds[2:])
     answer, log_sums, state = (
@@ -58,20 +51,10 @@ def forward(
 
 
 def backward(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    answer: torch.Tensor,
-    log_sums: torch.Tensor,
-    state: list[torch.Tensor],
-    bounds: SequenceBounds,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What `flash_backward` promises: the weights are what `log_sums` makes of the scores."""
+    gradient: torch.Tensor, qkv: Qkv, outputs: Sequence[torch.Tensor], bounds: SequenceBounds, options: FlashOptions
+) -> Qkv:
+    """`flash_backward`, one window after another: `log_sums` turns scores into weights."""
+    (query, key, value), (answer, log_sums, *state), (scale, dropout, window) = qkv, outputs, options
     parts = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     for asking, read in zip(spans(bounds[0]), spans(bounds[1]), strict=True):
         scores, mask = weights_of(query[asking], key[read], scale, window, state[0], dropout)
@@ -84,7 +67,7 @@ def backward(
     return parts
 
 
-KERNEL = banded_attention.BandKernel(forward, backward)
+KERNEL = attention.BandKernel(forward, backward)
 
 
 def vectors(tokens: int, dim: int, **options: Any) -> list[torch.Tensor]:
@@ -104,14 +87,14 @@ def band_of(sizes: list[int], window: int) -> pack_layout.Band:
 )
 @pytest.mark.parametrize(("span", "dim"), [(1, 32), (8, 64), (256, 32)])
 def test_answers_and_gradients_are_those_under_a_mask(
-    sizes: list[int], window: int, span: int, dim: int, monkeypatch: pytest.MonkeyPatch
+    sizes: list[int], window: int, span: int, dim: int, set_sizes: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(pack_layout, "SPAN_TOKENS", span)
+    set_sizes(SPAN_TOKENS=span)
     parts, scale = vectors(sum(sizes), dim, dtype=torch.float64), 0.3
-    answer = attend_in_band(parts[0], parts[1], parts[2], band_of(sizes, window), scale, kernel=KERNEL)
+    answer = attend_in_band((parts[0], parts[1], parts[2]), band_of(sizes, window), FlashOptions(scale), KERNEL)
     window_number = torch.repeat_interleave(torch.tensor(sizes))
     places = torch.cat([torch.arange(size) for size in sizes])
-    read = (window_number[:, None] == window_number) & local_attention.window_mask(places[:, None], places, window)
+    read = (window_number[:, None] == window_number) & long_texts.window_mask(places[:, None], places, window)
     query, key, value = (part.transpose(0, 1) for part in parts)
     scores = (query @ key.transpose(1, 2) * scale).masked_fill(~read, -torch.inf)
     expected = (scores.softmax(-1) @ value).transpose(0, 1)
@@ -123,17 +106,18 @@ def test_answers_and_gradients_are_those_under_a_mask(
         torch.testing.assert_close(item, other, rtol=1e-10, atol=1e-12)
 
 
-def test_the_gradient_with_dropout_is_the_one_of_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_layout, "SPAN_TOKENS", 4)
-    sizes = [9, 6, 3, 1]
+def test_the_gradient_with_dropout_is_the_one_of_the_answer(set_sizes: Callable[..., None]) -> None:
+    set_sizes(SPAN_TOKENS=4)
+    sizes = [7, 5, 1]
     band = band_of(sizes, 2)
 
     def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         torch.manual_seed(0)  # the same masks for every call
-        return attend_in_band(query, key, value, band, 0.3, 0.3, KERNEL)
+        return attend_in_band((query, key, value), band, FlashOptions(0.3, 0.3), KERNEL)
 
-    parts = vectors(sum(sizes), 4, dtype=torch.float64)
-    assert not torch.equal(answer(*parts), attend_in_band(parts[0], parts[1], parts[2], band, 0.3, kernel=KERNEL))
+    parts = vectors(sum(sizes), 2, dtype=torch.float64)
+    without_dropout = attend_in_band((parts[0], parts[1], parts[2]), band, FlashOptions(0.3), KERNEL)
+    assert not torch.equal(answer(*parts), without_dropout)
     assert torch.autograd.gradcheck(answer, parts)
 
 
@@ -142,22 +126,11 @@ def test_dropout_keeps_a_token_s_weights_on_average() -> None:
     sizes, rate = [64, 40], 0.5
     same, item = torch.zeros(sum(sizes), HEADS, 8), torch.ones(sum(sizes), HEADS, 8)
     torch.manual_seed(0)
-    answers = [attend_in_band(same, same, item, band_of(sizes, 2), 1.0, rate, KERNEL) for _ in range(200)]
+    answers = [
+        attend_in_band((same, same, item), band_of(sizes, 2), FlashOptions(1.0, rate), KERNEL) for _ in range(200)
+    ]
     # A token reads three to six others, so that an answer's deviation is 0.5 at most.
     assert float((torch.stack(answers).mean(0) - 1).abs().max()) < 5 * 0.6 / math.sqrt(200)
-
-
-@pytest.mark.parametrize("rate", [0.0, 0.1])
-def test_torch_s_kernel_takes_what_it_is_given(rate: float) -> None:
-    """Shapes alone, forward and backward, by the path that a GPU takes."""
-    options = pack_layout.make_layout(rows([300, 40, 3]), HEADS, META, 16)
-    torch.manual_seed(0)
-    parts = [torch.randn(1, HEADS, 343, 8, dtype=torch.bfloat16, device=META).requires_grad_() for _ in range(3)]
-    answer = attention.varlen_attention(parts[0], parts[1], parts[2], options, 0.3, rate, 16)
-    assert (answer.shape, answer.dtype) == ((1, 343, HEADS, 8), torch.bfloat16)
-    answer.float().sum().backward()
-    assert [part.grad.shape for part in parts if part.grad is not None] == [parts[0].shape] * 3
-    assert {"groups", "global_tokens"}.isdisjoint(vars(options))  # nothing was made that this kernel does not read
 
 
 def test_windows_without_tokens_out_of_reach_need_one_call() -> None:

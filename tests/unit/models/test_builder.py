@@ -1,4 +1,4 @@
-"""What a model is built with."""
+"""Settings of a network, and refused models."""
 
 from pathlib import Path
 from typing import Any
@@ -23,37 +23,45 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_encoder(tmp_path_factory.mktemp("encoder"))
 
 
-@pytest.mark.parametrize(("wanted", "found"), [(None, 0.1), (0.0, 0.0), (0.25, 0.25)])
-def test_attention_dropout_is_the_recipe_s_or_the_model_s(encoder: Path, wanted: float | None, found: float) -> None:
-    network = builder.build_network(encoder, TASK, ("a", "b"), 0, ModelConfig(attention_dropout=wanted))
+@pytest.mark.parametrize(("requested_rates", "applied_rates"), [(None, 0.1), (0.0, 0.0), (0.25, 0.25)])
+def test_attention_dropout_is_the_recipe_s_or_the_model_s(
+    encoder: Path, requested_rates: float | None, applied_rates: float
+) -> None:
+    network = builder.build_network(encoder, TASK, ("a", "b"), 0, ModelConfig(attention_dropout=requested_rates))
     local_part = transformers.AutoConfig.from_pretrained(encoder).attention_probs_dropout_prob
-    assert network.config.attention_probs_dropout_prob == (local_part if wanted is None else found)
+    assert network.config.attention_probs_dropout_prob == (local_part if requested_rates is None else applied_rates)
     assert {module.p for name, module in network.named_modules() if name.endswith("attention.self.dropout")} == {
-        local_part if wanted is None else found
+        local_part if requested_rates is None else applied_rates
     }
 
 
-@pytest.mark.parametrize("wanted", [None, 0.0, 0.25])
-def test_dropout_of_hidden_values_is_the_recipe_s_or_the_model_s(encoder: Path, wanted: float | None) -> None:
-    network = builder.build_network(encoder, TASK, ("a", "b"), 0, ModelConfig(dropout=wanted, attention_dropout=0.5))
+@pytest.mark.parametrize("requested_rates", [None, 0.0, 0.25])
+def test_dropout_of_hidden_values_is_the_recipe_s_or_the_model_s(encoder: Path, requested_rates: float | None) -> None:
+    network = builder.build_network(
+        encoder, TASK, ("a", "b"), 0, ModelConfig(dropout=requested_rates, attention_dropout=0.5)
+    )
     local_part = transformers.AutoConfig.from_pretrained(encoder).hidden_dropout_prob
     rates = {name: module.p for name, module in network.named_modules() if isinstance(module, torch.nn.Dropout)}
     attention = {name for name in rates if name.endswith("attention.self.dropout")}
     assert len(rates.keys() - attention) > 3  # embeddings, two of each layer, the head
-    assert {rates[name] for name in rates.keys() - attention} == {local_part if wanted is None else wanted}
+    assert {rates[name] for name in rates.keys() - attention} == {
+        local_part if requested_rates is None else requested_rates
+    }
     assert {rates[name] for name in attention} == {0.5}
 
 
 @pytest.mark.parametrize(
-    ("config", "asked"),
+    ("config", "requested_name"),
     [(transformers.FNetConfig, {"attention_dropout": 0.0}), (transformers.T5Config, {"dropout": 0.0})],
 )
-def test_a_model_without_a_dropout_refuses_a_setting(tmp_path: Path, config: Any, asked: dict[str, Any]) -> None:
+def test_a_model_without_a_dropout_refuses_a_setting(
+    tmp_path: Path, config: Any, requested_name: dict[str, Any]
+) -> None:
     config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as raised:
-        builder.build_network(tmp_path, TASK, ("a", "b"), 0, ModelConfig(**asked))
+        builder.build_network(tmp_path, TASK, ("a", "b"), 0, ModelConfig(**requested_name))
     [problem] = raised.value.problems
-    assert [problem.field] == [f"model.{name}" for name in asked]
+    assert [problem.field] == [f"model.{name}" for name in requested_name]
     assert problem.code == "unsupported"
 
 
@@ -97,7 +105,7 @@ def test_a_model_reads_as_many_tokens_as_it_has_positions_for(tmp_path: Path, ki
     assert builder.check_architecture(tmp_path, reads) == []
     [problem] = builder.check_architecture(tmp_path, reads + 1)
     assert (problem.field, problem.code) == ("data.max_tokens", "out_of_range")
-    assert builder.check_architecture(tmp_path, 20, is_resumed=True) == []  # as it was allowed
+    assert builder.check_architecture(tmp_path, 20, is_resumed=True) == []  # earlier versions allowed it
     assert builder.check_architecture(tmp_path, 21, is_resumed=True) != []
 
 

@@ -27,11 +27,11 @@ def test_a_second_process_loads_what_the_first_compiled(
 ) -> None:
     folder = complete(quantizing.make(tmp_path, rows=40), tmp_path / "int8", calibration_rows=8)
     first = Predictor.load(folder)
-    (stored,) = cache.iterdir()
-    assert stored.name == first.artifact.version
-    before = {path.name: path.stat().st_mtime_ns for path in stored.iterdir()}
+    (cached,) = cache.iterdir()
+    assert cached.name == first.artifact.version
+    before = {path.name: path.stat().st_mtime_ns for path in cached.iterdir()}
     second = Predictor.load(folder)
-    assert {path.name: path.stat().st_mtime_ns for path in stored.iterdir()} == before
+    assert {path.name: path.stat().st_mtime_ns for path in cached.iterdir()} == before
     assert len(before) == 1
     monkeypatch.setenv(env.CACHE_ENV, "")
     for item in (second, Predictor.load(folder)):
@@ -46,16 +46,16 @@ def test_a_damaged_unpacked_graph_is_unpacked_again_and_none_where_there_is_no_r
     plain = Predictor.load(folder).logits(CORPUS)
     quantize.compress_graph(folder)
     packed = Predictor.load(folder)
-    stored = cache / packed.artifact.version
-    graph = next(stored.glob("*.bin"))
-    whole = graph.read_bytes()
-    for damaged in (b"", whole[:-1]):  # as a machine leaves it that stops before the bytes are on its disk
+    cached = cache / packed.artifact.version
+    graph = next(cached.glob("*.bin"))
+    content = graph.read_bytes()
+    for damaged in (b"", content[:-1]):  # as a machine leaves it that stops before the bytes are on its disk
         graph.write_bytes(damaged)
-        for blob in stored.glob("*.blob"):
+        for blob in cached.glob("*.blob"):
             blob.unlink()
         assert np.array_equal(np.stack(Predictor.load(folder).logits(CORPUS)), np.stack(plain))
-        assert graph.read_bytes() == whole
-    for path in stored.iterdir():
+        assert graph.read_bytes() == content
+    for path in cached.iterdir():
         path.unlink()
 
     def full(source: int) -> None:
@@ -63,7 +63,7 @@ def test_a_damaged_unpacked_graph_is_unpacked_again_and_none_where_there_is_no_r
 
     monkeypatch.setattr(os, "fsync", full)
     assert np.array_equal(np.stack(Predictor.load(folder).logits(CORPUS)), np.stack(plain))
-    assert list(stored.iterdir()) == []
+    assert list(cached.iterdir()) == []
 
 
 def test_what_is_used_is_kept_however_old_it_is(cache: Path) -> None:

@@ -1,8 +1,9 @@
-"""What can be shown of other devices where there is none: tensors go where the model is, kernels get what they take.
+"""Other devices, tested without one: tensors move to the model's device, kernels get valid arguments.
 
 torch's `meta` device computes shapes alone, and refuses operations with tensors of another device as a GPU does.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from rtrain.core import env
 from rtrain.core.errors import ConfigError
 from rtrain.models import attention, builder, device, pack_layout
 from rtrain.tasks import base
+from rtrain.torch_internals import FlashOptions, Qkv, SequenceBounds
 from rtrain.trainer import step
 from tests.support.packing import LENGTHS, rows
 from tests.support.tiny import make_encoder
@@ -32,7 +34,7 @@ def test_transports_are_named_by_kind_of_device(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(
-    ("wanted", "workers", "least", "gpus", "chosen"),
+    ("requested", "workers", "min_workers", "gpus", "choice"),
     [
         ("auto", 2, None, 0, ("cpu", 2)),
         ("auto", 2, None, 2, ("gpu", 2)),
@@ -43,10 +45,10 @@ def test_transports_are_named_by_kind_of_device(monkeypatch: pytest.MonkeyPatch)
     ],
 )
 def test_gpus_are_taken_where_there_are_any(
-    wanted: str, workers: int, least: int | None, gpus: int, chosen: tuple[str, int]
+    requested: str, workers: int, min_workers: int | None, gpus: int, choice: tuple[str, int]
 ) -> None:
-    actual = device.choose_device(wanted, workers, least, gpus, gpus_usable=True)
-    assert (actual.device, actual.workers) == chosen
+    actual = device.choose_device(requested, workers, min_workers, gpus, gpus_usable=True)
+    assert (actual.device, actual.workers) == choice
     assert bool(actual.message) == (actual.workers < workers)
 
 
@@ -58,16 +60,16 @@ def test_gpus_that_this_torch_cannot_use_are_told_of_and_refused_where_they_were
         device.choose_device("gpu", 2, None, 4, gpus_usable=False)
 
 
-@pytest.mark.parametrize(("least", "gpus"), [(None, 0), (2, 1)])
-def test_gpus_that_cannot_be_had_are_refused(least: int | None, gpus: int) -> None:
-    for usable in {True, bool(gpus)}:  # where there are none, it is not the build of torch that lacks something
+@pytest.mark.parametrize(("min_workers", "gpus"), [(None, 0), (2, 1)])
+def test_gpus_that_cannot_be_had_are_refused(min_workers: int | None, gpus: int) -> None:
+    for usable in {True, bool(gpus)}:  # without GPUs, the build of torch is not the reason
         with pytest.raises(ConfigError, check=lambda error: [item.code for item in error.problems] == ["too_few_gpus"]):
-            device.choose_device("gpu", 4, least, gpus, gpus_usable=usable)
+            device.choose_device("gpu", 4, min_workers, gpus, gpus_usable=usable)
 
 
 @pytest.mark.parametrize("task", ["classification", "token_tags"])
 def test_passes_put_their_tensors_where_the_model_is(tmp_path: Path, task: str) -> None:
-    """Packed models alone: Transformers reads values of the mask that padding needs, of which `meta` has none."""
+    """Packed models only: for padding Transformers reads values of the mask, and `meta` has no values."""
     labels = ("O", "B-x", "I-x") if task == "token_tags" else ("a", "b")
     network: Any = builder.build_network(make_encoder(tmp_path / "encoder"), base.get_task(task), labels, 0)
     builder.move_to_device(network, META)
@@ -97,7 +99,7 @@ HOPPER, TURING = (9, 0), (7, 5)
 
 
 @pytest.mark.parametrize(
-    ("where", "capability", "dtype", "dim", "dropout", "trains", "kernel"),
+    ("device_type", "capability", "dtype", "dim", "dropout", "trains", "kernel"),
     [
         ("cuda", HOPPER, "bfloat16", 64, 0.0, True, "varlen"),
         ("cuda", HOPPER, "float16", 32, 0.0, False, "varlen"),
@@ -114,31 +116,22 @@ HOPPER, TURING = (9, 0), (7, 5)
     ],
 )
 def test_attention_by_device_and_format(
-    where: str, capability: tuple[int, int], dtype: str, dim: int, dropout: float, trains: bool, kernel: str
+    device_type: str, capability: tuple[int, int], dtype: str, dim: int, dropout: float, trains: bool, kernel: str
 ) -> None:
-    assert attention.select_kernel(where, capability, dtype, dim, dropout=dropout, training=trains) == kernel
+    assert attention.select_kernel(device_type, capability, dtype, dim, dropout=dropout, training=trains) == kernel
 
 
-def window_after_window(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    cu_seqlens: torch.Tensor,
-    max_seqlen: int,
-    *,
-    scale: float,
-    dropout: float,
-    window: int | None,
-) -> torch.Tensor:
-    """What `flash_attention` promises, one window after another: it runs on GPUs alone. [tokens, heads, dim]."""
-    assert (cu_seqlens.dtype, int(cu_seqlens[-1]), dropout, window) == (torch.int32, len(query), 0.0, None)
+def window_after_window(qkv: Qkv, bounds: SequenceBounds, options: FlashOptions) -> tuple[torch.Tensor, ...]:
+    """`flash_forward`, one window after another: the kernel itself runs on GPUs only."""
+    (query, key, value), (cu_seqlens, _, max_seqlen, _) = qkv, bounds
+    assert (cu_seqlens.dtype, int(cu_seqlens[-1]), options) == (torch.int32, len(query), FlashOptions(0.3))
     spans = list(zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True))
     assert max_seqlen == max(end - begin for begin, end in spans)
     actual = []
     for begin, end in spans:
-        scores = torch.einsum("qhd,khd->hqk", query[begin:end], key[begin:end]) * scale
+        scores = torch.einsum("qhd,khd->hqk", query[begin:end], key[begin:end]) * options.scale
         actual.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[begin:end]))
-    return torch.cat(actual)
+    return (torch.cat(actual),)
 
 
 def vectors(tokens: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -148,8 +141,8 @@ def vectors(tokens: int, **options: Any) -> tuple[torch.Tensor, torch.Tensor, to
     return query, key, value
 
 
-def test_a_variable_length_kernel_answers_as_the_padded_groups_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pack_layout, "GROUP_WASTE", {"cpu": 500})
+def test_a_variable_length_kernel_answers_as_the_padded_groups_do(set_sizes: Callable[..., None]) -> None:
+    set_sizes(GROUP_WASTE={"cpu": 500})
     options = pack_layout.make_layout(rows(LENGTHS), HEADS, torch.device("cpu"))
     assert len(options.groups) > 2
     answers, gradients = [], []
@@ -162,7 +155,7 @@ def test_a_variable_length_kernel_answers_as_the_padded_groups_do(monkeypatch: p
                 torch.nn.Module(), query, key, value, None, scaling=0.3, layout=options
             )
         else:
-            answer = attention.varlen_attention(query, key, value, options, 0.3, kernel=kernel)
+            answer = attention.varlen_attention((query, key, value), options, FlashOptions(0.3), kernel)
         answer.square().sum().backward()
         answers.append(answer)
         gradients.append([part.grad for part in parts])
@@ -171,13 +164,16 @@ def test_a_variable_length_kernel_answers_as_the_padded_groups_do(monkeypatch: p
         torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize(("rate", "reach"), [(0.0, None), (0.1, 2)])
-def test_torch_s_variable_length_kernel_takes_what_it_is_given(rate: float, reach: int | None) -> None:
+@pytest.mark.parametrize(
+    ("rate", "window", "has_band"), [(0.0, None, False), (0.1, 2, False), (0.0, 16, True), (0.1, 16, True)]
+)
+def test_torch_s_variable_length_kernel_takes_what_it_is_given(rate: float, window: int | None, has_band: bool) -> None:
     """Shapes alone, forward and backward: the kernel itself runs on a GPU."""
-    options = pack_layout.make_layout(rows(LENGTHS), HEADS, META)
-    parts = [part.detach().requires_grad_() for part in vectors(sum(LENGTHS), dtype=torch.bfloat16, device=META)]
-    answer = attention.varlen_attention(parts[0], parts[1], parts[2], options, 0.3, rate, reach)
-    assert (answer.shape, answer.dtype) == ((1, sum(LENGTHS), HEADS, DIM), torch.bfloat16)
+    lengths = [300, 40, 3] if has_band else LENGTHS
+    layout = pack_layout.make_layout(rows(lengths), HEADS, META, window if has_band else None)
+    parts = [part.detach().requires_grad_() for part in vectors(sum(lengths), dtype=torch.bfloat16, device=META)]
+    answer = attention.varlen_attention((parts[0], parts[1], parts[2]), layout, FlashOptions(0.3, rate, window))
+    assert (answer.shape, answer.dtype) == ((1, sum(lengths), HEADS, DIM), torch.bfloat16)
     answer.float().sum().backward()
     assert [part.grad.shape for part in parts if part.grad is not None] == [parts[0].shape] * 3
-    assert "groups" not in vars(options)  # nothing was made that this kernel does not read
+    assert {"groups", "global_tokens"}.isdisjoint(vars(layout))  # this kernel does not read them

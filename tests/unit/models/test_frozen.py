@@ -27,7 +27,7 @@ ground = test_trainer.ground  # fixture
 
 @pytest.fixture(scope="module")
 def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """With dropout, and with a pooler."""
+    """A model with dropout and a pooler."""
     return make_encoder(tmp_path_factory.mktemp("encoder"))
 
 
@@ -100,9 +100,9 @@ def test_a_tied_output_embedding_stays_with_the_encoder(tmp_path: Path, kind: st
     before = {name: value.clone() for name, value in network.state_dict().items()}
     tokens = task.prepare(make_rows(20), head, 0, 0)
     optimizer = optimizers.build_optimizer(network, recipe_of(tmp_path).optim)
-    done = step.run_step(
-        DDPStrategy(network), optimizer, losses.make_loss(task, DistillConfig(), head), [tokens], pad_id=0
-    )
+    done = step.StepRunner(
+        DDPStrategy(network), optimizer, losses.make_loss(task, DistillConfig(), head), pad_id=0
+    ).run_step([tokens])
     assert np.isfinite(done.loss)
     changed = {name for name, value in network.state_dict().items() if not torch.equal(value, before[name])}
     assert changed >= names

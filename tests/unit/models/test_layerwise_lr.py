@@ -1,4 +1,4 @@
-"""Layer-wise decay: which power each weight has, by architecture, and what becomes of it on the way to the kernel."""
+"""Layer-wise decay: the power of each weight, by architecture, and the learning rate in the kernel."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,7 @@ import transformers
 
 from rtrain.config import OptimConfig
 from rtrain.core.errors import ConfigError
-from rtrain.models import layerwise_lr
+from rtrain.models import network_parts
 from rtrain.trainer import optimizers
 
 SMALL: dict[str, Any] = {"vocab_size": 50, "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 16}
@@ -22,12 +22,9 @@ def layers_of(prefix: str, layers: int) -> dict[str, int]:
 
 
 BERT = transformers.BertConfig(**SMALL, num_hidden_layers=3)
-# What each weight's name begins with -> the power of the decay. Of L layers the last is 1, the embeddings L + 1.
+# Prefix of a weight's name -> the power of the decay: 1 for the last of L layers, L + 1 for the embeddings.
 POWERS: dict[str, tuple[transformers.PreTrainedConfig, dict[str, int]]] = {
-    "bert": (
-        BERT,
-        {"bert.embeddings.": 4, **layers_of("bert.encoder.layer", 3), "bert.pooler.": 0, "classifier.": 0},
-    ),
+    "bert": (BERT, {"bert.embeddings.": 4, **layers_of("bert.encoder.layer", 3), "bert.pooler.": 0, "classifier.": 0}),
     "albert": (  # all of its layers are one
         transformers.AlbertConfig(**SMALL, num_hidden_layers=3, embedding_size=4),
         {
@@ -40,13 +37,7 @@ POWERS: dict[str, tuple[transformers.PreTrainedConfig, dict[str, int]]] = {
     ),
     "modernbert": (
         transformers.ModernBertConfig(**SMALL, num_hidden_layers=3, pad_token_id=0, bos_token_id=1, eos_token_id=2),
-        {
-            "model.embeddings.": 4,
-            **layers_of("model.layers", 3),
-            "model.final_norm.": 0,
-            "head.": 0,
-            "classifier.": 0,
-        },
+        {"model.embeddings.": 4, **layers_of("model.layers", 3), "model.final_norm.": 0, "head.": 0, "classifier.": 0},
     ),
 }
 
@@ -60,7 +51,7 @@ def power(name: str, powers: Mapping[str, int]) -> int:
 def test_powers_by_architecture(kind: str) -> None:
     config, powers = POWERS[kind]
     network: Any = transformers.AutoModelForSequenceClassification.from_config(config)
-    actual = layerwise_lr.lr_factors(network, DECAY)
+    actual = network_parts.lr_factors(network, DECAY)
     names = {name: actual[parameter] for name, parameter in network.named_parameters()}
     assert names == {name: DECAY ** power(name, powers) for name in names}
     # No line of the table above is without its weights.
@@ -72,7 +63,7 @@ def test_weights_that_a_language_model_head_shares_are_embeddings() -> None:
     network: Any = transformers.BertForMaskedLM(BERT)
     decoder = network.cls.predictions.decoder
     assert decoder.weight is network.bert.embeddings.word_embeddings.weight
-    actual = layerwise_lr.lr_factors(network, DECAY)
+    actual = network_parts.lr_factors(network, DECAY)
     assert actual[decoder.weight] == DECAY**4
     assert actual[decoder.bias] == 1.0
     assert actual[network.cls.predictions.transform.dense.weight] == 1.0

@@ -14,7 +14,7 @@ from rtrain.config import ModelConfig
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import Head
 from rtrain.inference import artifact, predictor
-from rtrain.models import builder, pooling
+from rtrain.models import builder, model_files, pooling
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.support.tiny import make_encoder, make_tokenizer
@@ -116,6 +116,6 @@ def test_networks_are_made_one_at_a_time(tmp_path: Path) -> None:
             return transformers.AutoModelForMaskedLM.from_pretrained(*given, **named)
 
     with ThreadPoolExecutor(3) as pool:
-        instance = list(pool.map(lambda number: pooling.load_network(Auto, folder)[0], range(3)))
+        instance = list(pool.map(lambda number: model_files.load_network(Auto, folder)[0], range(3)))
     assert maximum == [1, 1, 1]
     assert all(item.get_output_embeddings().weight is item.get_input_embeddings().weight for item in instance)

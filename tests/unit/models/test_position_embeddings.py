@@ -15,7 +15,7 @@ from rtrain.core.errors import ConfigError
 from rtrain.core.ragged import single_window_batch
 from rtrain.inference import artifact, predictor as inference_predictor
 from rtrain.inference.artifact import Artifact
-from rtrain.models import builder, position_embeddings, unpadded
+from rtrain.models import builder, long_texts, unpadded
 from rtrain.runs import prepare
 from rtrain.tasks import base
 from rtrain.trainer import step
@@ -23,7 +23,7 @@ from tests.support.tiny import make_encoder
 from tests.unit.models.test_unpadded import ARCHITECTURES
 
 TASK = base.get_task("classification")
-OWN, ASKED = 20, 70
+NATIVE_TOKENS, MORE_TOKENS = 20, 70
 
 
 @pytest.fixture(scope="module", params=list(ARCHITECTURES))
@@ -31,15 +31,15 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     """An encoder of each architecture that reads `OWN` tokens."""
     instance = tmp_path_factory.mktemp(request.param)
     options = ARCHITECTURES[request.param]()
-    options.max_position_embeddings = OWN + position_embeddings.first_position(options.to_dict())
+    options.max_position_embeddings = NATIVE_TOKENS + long_texts.first_position(options.to_dict())
     torch.manual_seed(0)
     transformers.AutoModel.from_config(options).save_pretrained(instance)
     return instance
 
 
-def built(folder: Path, asked: int | None, pack: bool = False) -> Any:
+def built(folder: Path, max_tokens: int | None, pack: bool = False) -> Any:
     return (
-        builder.build_network(folder, TASK, ("a", "b"), 0, ModelConfig(max_position_embeddings=asked), pack=pack)
+        builder.build_network(folder, TASK, ("a", "b"), 0, ModelConfig(max_position_embeddings=max_tokens), pack=pack)
         .double()
         .eval()
     )
@@ -56,24 +56,24 @@ def table_of(network: Any) -> torch.Tensor:
 
 @pytest.mark.parametrize("pack", [False, True])
 def test_short_texts_are_read_as_before_and_long_ones_whole(folder: Path, pack: bool) -> None:
-    local_part, longer = built(folder, None), built(folder, ASKED, pack)
+    local_part, longer = built(folder, None), built(folder, MORE_TOKENS, pack)
     assert unpadded.is_packed(longer) == pack
-    start = position_embeddings.first_position(local_part.config.to_dict())
+    start = long_texts.first_position(local_part.config.to_dict())
     rows = table_of(longer)[start:]
-    assert longer.config.max_position_embeddings == start + ASKED == start + len(rows)
-    for place in range(ASKED):
-        assert rows[place].equal(table_of(local_part)[start + place % OWN])
+    assert longer.config.max_position_embeddings == start + MORE_TOKENS == start + len(rows)
+    for place in range(MORE_TOKENS):
+        assert rows[place].equal(table_of(local_part)[start + place % NATIVE_TOKENS])
     assert table_of(longer)[:start].equal(table_of(local_part)[:start])
-    sizes = np.array([OWN, 7], dtype=np.int32)
+    sizes = np.array([NATIVE_TOKENS, 7], dtype=np.int32)
     tokens = single_window_batch(
         np.arange(27, dtype=np.int32) % 50 + 5, sizes, sizes, np.zeros(2), np.arange(2, dtype=np.uint64)
     )
     with torch.inference_mode():
         for same in (local_part, longer):
-            same.found = step.forward(same, tokens, local_part.config.pad_token_id or 0, "fp32")
-        torch.testing.assert_close(longer.found, local_part.found, rtol=1e-10, atol=1e-12)
-        assert longer(input_ids=ids(ASKED)).logits.isfinite().all()
-        for network, maximum in ((local_part, OWN), (longer, ASKED)):
+            same.shapes = step.forward(same, tokens, local_part.config.pad_token_id or 0, "fp32")
+        torch.testing.assert_close(longer.shapes, local_part.shapes, rtol=1e-10, atol=1e-12)
+        assert longer(input_ids=ids(MORE_TOKENS)).logits.isfinite().all()
+        for network, maximum in ((local_part, NATIVE_TOKENS), (longer, MORE_TOKENS)):
             with pytest.raises((IndexError, RuntimeError)):
                 network(input_ids=ids(maximum + 1))
 
@@ -122,17 +122,17 @@ def test_a_run_of_longer_texts_is_told_of_the_table(tmp_path: Path) -> None:
 
 def test_a_graph_may_have_the_places_alone_that_its_texts_reach(folder: Path) -> None:
     network = built(folder, None)
-    before, start = network.state_dict(), position_embeddings.first_position(network.config.to_dict())
+    before, start = network.state_dict(), long_texts.first_position(network.config.to_dict())
     with torch.inference_mode():
-        short, long = network(ids(9)).logits, network(ids(OWN)).logits
-        with position_embeddings.truncate_positions(network, 9):
+        short, long = network(ids(9)).logits, network(ids(NATIVE_TOKENS)).logits
+        with long_texts.truncate_positions(network, 9):
             assert len(table_of(network)) == start + 9
             assert torch.equal(network(ids(9)).logits, short)
             with pytest.raises((IndexError, RuntimeError)):
-                network(ids(OWN))
-        assert torch.equal(network(ids(OWN)).logits, long)
-        with position_embeddings.truncate_positions(network, OWN + 1):
-            assert len(table_of(network)) == start + OWN
+                network(ids(NATIVE_TOKENS))
+        assert torch.equal(network(ids(NATIVE_TOKENS)).logits, long)
+        with long_texts.truncate_positions(network, NATIVE_TOKENS + 1):
+            assert len(table_of(network)) == start + NATIVE_TOKENS
     after = network.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)

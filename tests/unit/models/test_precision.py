@@ -10,8 +10,8 @@ from rtrain.core.errors import ConfigError
 from rtrain.core.run_folder import Run
 from rtrain.models import precision
 from rtrain.models.precision import NativeFormats
-from rtrain.runs import decisions
-from tests.unit.parallel.test_collectives import begun, ended, joined
+from rtrain.runs import worker
+from tests.unit.parallel.test_collectives import ended, join_group, start_group
 
 INTEL = "processor\t: 0\nflags\t\t: fpu sse2 avx2 avx512f {}\nbugs\t\t: none\n\nprocessor\t: 1\nflags\t\t: fpu\n"
 ARM = "processor\t: 0\nBogoMIPS\t: 243.75\nFeatures\t: fp asimd {}\nCPU part\t: 0xd40\n"
@@ -62,7 +62,7 @@ def test_a_gpu_computes_what_its_generation_does(capability: tuple[int, int], fo
 
 
 @pytest.mark.parametrize(
-    ("wanted", "native", "chosen"),
+    ("requested", "native", "expected"),
     [
         ("auto", processor("bf16"), "bf16"),
         ("auto", processor(), "fp32"),
@@ -75,15 +75,15 @@ def test_a_gpu_computes_what_its_generation_does(capability: tuple[int, int], fo
         ("fp16", precision.gpu_formats((9, 0)), "fp16"),
     ],
 )
-def test_auto_is_resolved_by_the_device(wanted: str, native: NativeFormats, chosen: str) -> None:
-    assert precision.resolve_precision(wanted, native) == chosen
+def test_auto_is_resolved_by_the_device(requested: str, native: NativeFormats, expected: str) -> None:
+    assert precision.resolve_precision(requested, native) == expected
 
 
-@pytest.mark.parametrize("wanted", ["bf16", "fp16"])
-def test_formats_that_a_processor_emulates_are_refused(wanted: str) -> None:
-    [problem] = precision.check_precision(wanted, processor())
+@pytest.mark.parametrize("requested", ["bf16", "fp16"])
+def test_formats_that_a_processor_emulates_are_refused(requested: str) -> None:
+    [problem] = precision.check_precision(requested, processor())
     assert (problem.field, problem.code) == ("train.precision", "unsupported")
-    assert precision.check_precision(wanted, processor(wanted)) == []
+    assert precision.check_precision(requested, processor(requested)) == []
     assert precision.check_precision("auto", processor()) == precision.check_precision("fp32", processor()) == []
 
 
@@ -117,34 +117,34 @@ def test_weights_are_as_wide_as_the_format_and_an_artefact_s_are_not() -> None:
     assert network.weight.dtype == torch.float32
 
 
-@pytest.mark.parametrize(("seconds", "chosen"), [(QUICK, "bf16"), (SLOW, "fp32")])
+@pytest.mark.parametrize(("seconds", "expected"), [(QUICK, "bf16"), (SLOW, "fp32")])
 def test_auto_is_bf16_where_its_products_are_no_slower(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: dict[str, float], chosen: str
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, seconds: dict[str, float], expected: str
 ) -> None:
     monkeypatch.setattr(precision, "time_product", seconds.get)
     monkeypatch.setattr(precision, "cpu_formats", lambda: processor("bf16"))
     assert (
         precision.decide_precision(Run(tmp_path), "auto", processor("bf16"))
         == precision.local_precision("auto")
-        == chosen
+        == expected
     )
     assert precision.local_precision("bf16") == "bf16"  # as it is asked for
     # Decided once: a resume on another processor does not measure again.
     monkeypatch.setattr(precision, "time_product", None)
-    assert precision.decide_precision(Run(tmp_path), "auto", processor("bf16")) == chosen
-    assert precision.decide_precision(Run(tmp_path), "bf16", processor("bf16")) == chosen
+    assert precision.decide_precision(Run(tmp_path), "auto", processor("bf16")) == expected
+    assert precision.decide_precision(Run(tmp_path), "bf16", processor("bf16")) == expected
 
 
 # ------------------------------------------------------------------------------------------------------ several workers
 
 KINDS = ((), ("bf16",))
-"""What the processors of ranks 0 and 1 compute by themselves."""
+"""The choices of the processors of ranks 0 and 1."""
 
 
-def apart(rank: int, world: int, folder: Path) -> list[str]:
-    """In a process of its own: what a rank computes in whose view of the run folder is its own, as of a mounted one
-    that still hides the file that rank 0 wrote; in three runs, of which the last was decided by an earlier start."""
-    watch = joined(rank, world, folder)
+def decide_in_process(rank: int, world: int, folder: Path) -> list[str]:
+    """In a process: the choice of a rank with its own view of the run folder, like a mounted folder
+    that still hides rank 0's file; in three runs. An earlier attempt decided the last one."""
+    watch = join_group(rank, world, folder)
     actual: list[str] = []
     device = torch.device("cpu")
     for run, kinds in (("one", KINDS), ("two", KINDS[::-1]), ("three", (("bf16", "fp16"), ("bf16", "fp16")))):
@@ -155,7 +155,7 @@ def apart(rank: int, world: int, folder: Path) -> list[str]:
         if run == "three" and rank == 0:
             Run(view).decide_once("precision", "fp16")
         try:
-            actual.append(decisions.decide_precision(watch, device, Run(view), "auto"))
+            actual.append(worker.decide_precision(watch, device, Run(view), "auto"))
         except ConfigError as error:
             actual.append(error.problems[0].code)
     actual.append(str(_fits(rank, watch, folder)))
@@ -167,12 +167,12 @@ def _fits(rank: int, watch: Any, folder: Path) -> int | None:
     """What fits into a pass by rank 0's decision, which is in its view alone."""
     run = Run(folder / f"three-{rank}")
     if rank == 0:
-        run.decide_once(decisions.MICRO_BATCH_TOKENS_KEY, 4096)
-    return decisions.load_micro_batch_tokens(watch, run)
+        run.decide_once(worker.MICRO_BATCH_TOKENS_KEY, 4096)
+    return worker.load_micro_batch_tokens(watch, run)
 
 
 def test_workers_that_do_not_see_what_was_decided_compute_in_rank_zero_s_choice_or_refuse(tmp_path: Path) -> None:
-    (_, first, errors), (_, second, more) = ended(begun(apart, 2, tmp_path))
+    (_, first, errors), (_, second, more) = ended(start_group(decide_in_process, 2, tmp_path))
     assert first == str(["fp32", "bf16", "fp16", "4096"]), errors
     assert second == str(["fp32", "unsupported", "fp16", "4096"]), more
     assert [Run(tmp_path / f"{run}-0").decisions for run in ("one", "two")] == [

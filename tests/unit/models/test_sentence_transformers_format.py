@@ -1,4 +1,4 @@
-"""Sentence encoders: how their folders say that they pool, and what an artefact in their layout is to others' code."""
+"""Sentence encoders: the pooling in their folders, and artifacts in their layout loaded by other programs."""
 
 import json
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from rtrain.config import DistillConfig, ModelConfig
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.core.ragged import Head
 from rtrain.inference import artifact, predictor
-from rtrain.models import builder, pooling, sentence_transformers_format
-from rtrain.runs.worker import find_sentence_pooling, write_model
+from rtrain.models import builder, model_files, pooling
+from rtrain.runs.export import find_sentence_pooling, write_model
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from tests.support.tiny import VOCABULARY, make_encoder, make_tokenizer
@@ -37,11 +37,11 @@ def described(folder: Path, settings: dict[str, Any], path: str = "1_Pooling") -
     return folder
 
 
-# --------------------------------------------------------------------------------------------------- what a folder says
+# ------------------------------------------------------------------------------------------------ a folder's pooling
 
 
 @pytest.mark.parametrize(
-    ("settings", "found"),
+    ("settings", "result"),
     [
         ({"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}, "mean"),
         ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True}, "cls"),
@@ -55,25 +55,25 @@ def described(folder: Path, settings: dict[str, Any], path: str = "1_Pooling") -
 )
 @pytest.mark.parametrize("path", ["1_Pooling", "2_Pooling"])
 def test_a_folder_says_how_its_encoder_pools(
-    tmp_path: Path, settings: dict[str, Any], found: str | None, path: str
+    tmp_path: Path, settings: dict[str, Any], result: str | None, path: str
 ) -> None:
-    assert sentence_transformers_format.read_pooling(described(tmp_path, settings, path)) == found
+    assert pooling.read_pooling(described(tmp_path, settings, path)) == result
     if path == "1_Pooling":  # the file alone will do
         (tmp_path / "modules.json").unlink()
-        assert sentence_transformers_format.read_pooling(tmp_path) == found
+        assert pooling.read_pooling(tmp_path) == result
 
 
 def test_other_folders_say_nothing(tmp_path: Path) -> None:
-    assert sentence_transformers_format.read_pooling(make_encoder(tmp_path / "encoder")) is None
+    assert pooling.read_pooling(make_encoder(tmp_path / "encoder")) is None
     folder = described(tmp_path / "s", {"pooling_mode": "cls"})
     (folder / "1_Pooling" / "config.json").unlink()
-    assert sentence_transformers_format.read_pooling(folder) == "mean"  # sentence-transformers' default
+    assert pooling.read_pooling(folder) == "mean"  # sentence-transformers' default
     (folder / "modules.json").write_text(json.dumps([{"path": "", "type": "x.SpladePooling"}]))
-    assert sentence_transformers_format.read_pooling(folder) is None
+    assert pooling.read_pooling(folder) is None
 
 
 @pytest.mark.parametrize(
-    ("says", "task", "wanted", "found"),
+    ("says", "task", "requested", "result"),
     [
         ("mean", "classification", "auto", "mean"),
         ("mean", "regression", "auto", "mean"),
@@ -86,18 +86,18 @@ def test_other_folders_say_nothing(tmp_path: Path) -> None:
     ],
 )
 def test_auto_is_what_the_encoder_was_trained_for(
-    tmp_path: Path, says: str | None, task: str, wanted: str, found: str
+    tmp_path: Path, says: str | None, task: str, requested: str, result: str
 ) -> None:
     if says:
         described(tmp_path, {"pooling_mode": says})
-    options = config.load_config("intent", {"task": task, "model.name": str(tmp_path), "model.pooling": wanted})
-    assert builder.resolve_pooling(options, tmp_path).recipe.model.pooling == found
+    options = config.load_config("intent", {"task": task, "model.name": str(tmp_path), "model.pooling": requested})
+    assert builder.resolve_pooling(options, tmp_path).recipe.model.pooling == result
 
 
 def test_the_packaged_encoder_is_one_of_sentences(tmp_path: Path) -> None:
     assert config.load_config("intent").recipe.model.pooling == "auto"
     folder = builder.resolve_folder("minilm")
-    assert sentence_transformers_format.read_pooling(folder) == "mean"
+    assert pooling.read_pooling(folder) == "mean"
     assert builder.resolve_pooling(config.load_config("intent"), folder).recipe.model.pooling == "mean"
     # A copy of it that an earlier version had from the hub says nothing.
     assert builder.resolve_pooling(config.load_config("intent"), tmp_path).recipe.model.pooling == "mean"
@@ -137,24 +137,24 @@ def test_what_else_makes_an_encoder_s_vectors_is_refused_until_it_is_left_out(
 
 
 @pytest.mark.parametrize(
-    ("says", "task", "trained", "found"),
+    ("says", "task", "trained", "result"),
     [
         ("mean", "classification", "mean", "mean"),
         (None, "classification", "mean", "mean"),
         ("mean", "classification", "own", None),  # it reads the first token now
         ("cls", "classification", "own", "cls"),
-        ("mean", "masked_lm", "own", "mean"),  # adapted to a domain, it is what it was
+        ("mean", "masked_lm", "own", "mean"),  # adapted to a domain, with the same pooling
         ("cls", "token_tags", "own", "cls"),
         (None, "masked_lm", "own", None),
     ],
 )
 def test_an_artefact_tells_others_what_its_encoder_is(
-    tmp_path: Path, says: str | None, task: str, trained: str, found: str | None
+    tmp_path: Path, says: str | None, task: str, trained: str, result: str | None
 ) -> None:
     if says:
         described(tmp_path, {"pooling_mode": says})
     recipe = config.load_config("intent", {"task": task, "model.pooling": trained}).recipe
-    assert find_sentence_pooling(recipe, tmp_path) == found
+    assert find_sentence_pooling(recipe, tmp_path) == result
 
 
 # ------------------------------------------------------------------------------------------------------- the artefact
@@ -254,7 +254,7 @@ def test_prompts_and_normalized_vectors_go_on(tmp_path: Path) -> None:
         expected, actual = (item.encode(list(TEXTS), prompt_name=prompt) for item in (before, after))
         np.testing.assert_allclose(actual, expected, rtol=1e-5, atol=1e-6)
     assert np.linalg.norm(actual, axis=1) == pytest.approx(1.0, abs=1e-5)
-    assert sentence_transformers_format.find_unsupported(folder) == []
+    assert pooling.find_unsupported(folder) == []
 
 
 def test_ours_answers_with_it_and_trains_it_further(pooled: tuple[Any, Path], tmp_path: Path) -> None:
@@ -298,4 +298,4 @@ def test_a_head_of_another_shape_is_no_artefact_s(tmp_path: Path) -> None:
     document["id2label"] = {"0": "x", "1": "y"}
     (tmp_path / "a" / "config.json").write_text(json.dumps(document))
     with pytest.raises(UserError, check=lambda error: error.code == "damaged"):
-        pooling.load_network(transformers.AutoModelForSequenceClassification, tmp_path / "a")
+        model_files.load_network(transformers.AutoModelForSequenceClassification, tmp_path / "a")

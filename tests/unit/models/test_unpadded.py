@@ -1,5 +1,6 @@
 """Encoders without padding: answers and gradients are those with it, for every architecture and head that is packed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ SMALL: dict[str, Any] = {
     **{"num_attention_heads": 3, "max_position_embeddings": 80},
 }
 DISTILBERT: dict[str, Any] = {
-    **{"vocab_size": WORDS, "dim": 24, "hidden_dim": 32, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 80},
+    **{"vocab_size": WORDS, "dim": 24, "hidden_dim": 32, "n_layers": 2, "n_heads": 3, "max_position_embeddings": 80}
 }
 ARCHITECTURES: dict[str, Any] = {
     "Bert": lambda: transformers.BertConfig(**SMALL),
@@ -53,9 +54,9 @@ def pair(architecture: str, head: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("head", HEADS)
 def test_answers_and_gradients_are_those_with_padding(
-    architecture: str, head: str, monkeypatch: pytest.MonkeyPatch
+    architecture: str, head: str, set_sizes: Callable[..., None]
 ) -> None:
-    monkeypatch.setattr(pack_layout, "GROUP_WASTE", {"cpu": 500})  # several groups in so small a pass
+    set_sizes(GROUP_WASTE={"cpu": 500})
     plain, packs = pair(architecture, head)
     agree(plain, packs, head, plain.config.pad_token_id or 0)
 
@@ -96,15 +97,25 @@ def test_a_layout_finds_every_token_again() -> None:
         assert torch.equal(vectors[group.gather][group.scatter], vectors)
 
 
-def test_the_gradient_of_attention_with_dropout_is_the_one_of_its_answer() -> None:
-    options = pack_layout.make_layout(rows([5, 3, 3, 1]), 2, torch.device("cpu"))
+@pytest.mark.parametrize(
+    ("sizes", "attention_window", "sliding_window"),
+    [([5, 3, 3, 1], None, None), ([9, 3, 3, 1], None, 3), ([9, 6, 3, 1], 2, None)],
+)
+def test_the_gradient_of_attention_with_dropout_is_the_one_of_its_answer(
+    sizes: list[int], attention_window: int | None, sliding_window: int | None, set_sizes: Callable[..., None]
+) -> None:
+    """Whole windows, chunks, and chunks with a global first token."""
+    set_sizes(MAX_CHUNK_TOKENS=4)
+    layout = pack_layout.make_layout(rows(sizes), 2, torch.device("cpu"), attention_window)
     module = torch.nn.Module()
 
     def answer(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, seed: int = 0) -> torch.Tensor:
         torch.manual_seed(seed)  # the same masks for every call
-        return attention.packed_attention(module, query, key, value, None, dropout=0.3, layout=options)[0]
+        options: dict[str, Any] = {"dropout": 0.3, "layout": layout, "sliding_window": sliding_window}
+        return attention.packed_attention(module, query, key, value, None, **options)[0]
 
-    query, key, value = (torch.randn(1, 2, 12, 4, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    shape = (1, 2, sum(sizes), 2)
+    query, key, value = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(3))
     assert torch.autograd.gradcheck(answer, (query, key, value))
     assert not torch.equal(answer(query, key, value, seed=1), answer(query, key, value))
     module.eval()

@@ -1,4 +1,4 @@
-"""A model folder with fewer pieces: what loads it, what it answers, and what a large one saves."""
+"""A model folder with fewer tokens: loading, answers, and the memory that it saves."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from rtrain.core.errors import UserError
-from rtrain.models import vocab_trimming, vocabulary
+from rtrain.models import vocab_trimming
 from tests.support.tiny import make_encoder, make_masked
 from tests.support.vocabularies import ROWS, STRANGE, trimmed
 
@@ -44,7 +44,7 @@ def test_a_trimmed_folder_loads_and_answers_as_before(family: str, tmp_path: Pat
 def test_transformers_reads_the_tokenizer_of_a_trimmed_folder(tmp_path: Path) -> None:
     complete = make_encoder(tmp_path / "whole")
     document = json.loads((complete / "tokenizer.json").read_text())
-    names = vocabulary.tokens_by_id(document)
+    names = vocab_trimming.tokens_by_id(document)
     about: dict[str, Any] = {
         "tokenizer_class": "BertTokenizer",
         "added_tokens_decoder": {str(token["id"]): {**token, "id": None} for token in document["added_tokens"]},
@@ -73,7 +73,7 @@ def test_ids_in_the_settings_are_renumbered(tmp_path: Path) -> None:
     complete = make_encoder(tmp_path / "whole")
     names = {
         piece: number
-        for number, piece in vocabulary.tokens_by_id(json.loads((complete / "tokenizer.json").read_text())).items()
+        for number, piece in vocab_trimming.tokens_by_id(json.loads((complete / "tokenizer.json").read_text())).items()
     }
     settings = json.loads((complete / "config.json").read_text())
     last = max(names.values())

@@ -1,4 +1,4 @@
-"""A cut vocabulary: what is kept, under new numbers, and what stays as it was: every text of kept pieces."""
+"""A trimmed vocabulary: kept tokens, their new numbers, and unchanged splits of texts with kept tokens only."""
 
 import json
 from typing import Any
@@ -9,7 +9,7 @@ from hypothesis import example, given, settings, strategies as st
 from tokenizers import models
 
 from rtrain.core.errors import UserError
-from rtrain.models import vocabulary
+from rtrain.models import vocab_trimming
 from tests.support.tiny import CORPUS
 from tests.support.vocabularies import KINDS, ROWS, STRANGE, Cut, cut_of
 
@@ -20,7 +20,7 @@ def cut(request: pytest.FixtureRequest) -> Cut:
 
 
 def test_every_training_row_has_the_same_pieces(cut: Cut) -> None:
-    assert len(cut.ids) < len(vocabulary.tokens_by_id(cut.document)), "nothing was cut"
+    assert len(cut.ids) < len(vocab_trimming.tokens_by_id(cut.document)), "nothing was cut"
     for row in ROWS:
         assert cut.old(row) == cut.whole.encode(row).ids
         pair = cut.small.encode(row, ROWS[0]), cut.whole.encode(row, ROWS[0])
@@ -29,7 +29,7 @@ def test_every_training_row_has_the_same_pieces(cut: Cut) -> None:
 
 
 def test_new_numbers_are_those_of_the_pieces_one_to_one(cut: Cut) -> None:
-    before, after = vocabulary.tokens_by_id(cut.document), vocabulary.tokens_by_id(cut.after)
+    before, after = vocab_trimming.tokens_by_id(cut.document), vocab_trimming.tokens_by_id(cut.after)
     assert sorted(after) == list(range(len(cut.ids))) == list(range(cut.small.get_vocab_size()))
     assert len(set(cut.ids)) == len(cut.ids)
     assert [after[place] for place in range(len(cut.ids))] == [before[number] for number in cut.ids]
@@ -62,11 +62,11 @@ def test_all_ways_to_a_piece_are_kept() -> None:
     merges = [["a", "b"], ["b", "c"], ["ab", "c"], ["a", "bc"], ["x", "y"]]
     names = ["a", "b", "c", "x", "y", "ab", "bc", "abc", "xy"]
     model = {"type": "BPE", "vocab": {name: place for place, name in enumerate(names)}, "merges": merges}
-    ids = vocabulary.select_ids({"model": model}, [names.index("abc")])
+    ids = vocab_trimming.select_ids({"model": model}, [names.index("abc")])
     assert [names[number] for number in ids] == ["a", "b", "c", "x", "y", "ab", "bc", "abc"]
     old = {"model": {**model, "merges": [" ".join(pair) for pair in merges]}}
     for document, expected in (({"model": model}, merges[:4]), (old, ["a b", "b c", "ab c", "a bc"])):
-        assert vocabulary.renumber(document, ids)["model"]["merges"] == expected
+        assert vocab_trimming.renumber(document, ids)["model"]["merges"] == expected
 
 
 def test_a_vocabulary_is_filled_up_in_its_own_order() -> None:
@@ -74,12 +74,12 @@ def test_a_vocabulary_is_filled_up_in_its_own_order() -> None:
     model = {"type": "WordPiece", "vocab": {name: place for place, name in enumerate(names)}, "unk_token": "[UNK]"}
     document = {"model": {**model, "continuing_subword_prefix": "##"}, "added_tokens": [{"id": 0, "content": "[PAD]"}]}
     for at_least, expected in ((0, "rare"), (6, "the rare"), (7, "the of rare"), (99, "the of rare and")):
-        ids = vocabulary.select_ids(document, [names.index("rare")], at_least)
+        ids = vocab_trimming.select_ids(document, [names.index("rare")], at_least)
         assert [names[number] for number in ids] == ["[PAD]", "[UNK]", "a", "##a", *expected.split()]
 
 
 def test_of_more_pieces_than_are_wanted_the_first_stay() -> None:
-    """The used ones are named by frequency; what is filled up has no room beside them."""
+    """The used ids are ordered by frequency; no token is added beside them."""
     names = ["[PAD]", "[UNK]", "a", "##a", "the", "of", "rare", "and"]
     model = {"type": "WordPiece", "vocab": {name: place for place, name in enumerate(names)}, "unk_token": "[UNK]"}
     document = {"model": {**model, "continuing_subword_prefix": "##"}, "added_tokens": [{"id": 0, "content": "[PAD]"}]}
@@ -92,10 +92,10 @@ def test_of_more_pieces_than_are_wanted_the_first_stay() -> None:
         (8, "the of rare and"),
         (99, "the of rare and"),
     ):
-        ids = vocabulary.select_ids(document, used, min_size=99, max_size=maximum)
+        ids = vocab_trimming.select_ids(document, used, min_size=99, max_size=maximum)
         assert [names[number] for number in ids] == ["[PAD]", "[UNK]", "a", "##a", *expected.split()]
     with pytest.raises(UserError, check=lambda error: error.code == "out_of_range"):
-        vocabulary.select_ids(document, used, max_size=3)
+        vocab_trimming.select_ids(document, used, max_size=3)
 
 
 def test_the_padding_keeps_its_number() -> None:
@@ -103,8 +103,8 @@ def test_the_padding_keeps_its_number() -> None:
     names = ["<s>", "##", "xx", "<pad>", "</s>", "<unk>", "a", "b"]
     model = {"type": "WordPiece", "vocab": {name: place for place, name in enumerate(names)}, "unk_token": "<unk>"}
     document = {"model": {**model, "continuing_subword_prefix": "##"}, "added_tokens": []}
-    assert vocabulary.select_ids(document, [0], extra_ids=[3], pad_id=3) == [0, 5, 6, 3, 7]
-    assert vocabulary.select_ids(document, [0], extra_ids=[3]) == [0, 3, 5, 6, 7]
+    assert vocab_trimming.select_ids(document, [0], extra_ids=[3], pad_id=3) == [0, 5, 6, 3, 7]
+    assert vocab_trimming.select_ids(document, [0], extra_ids=[3]) == [0, 3, 5, 6, 7]
 
 
 def test_the_price_of_an_unknown_character_stays() -> None:
@@ -118,4 +118,4 @@ def test_the_price_of_an_unknown_character_stays() -> None:
 def test_a_tokenizer_that_cannot_be_cut_is_refused(model: Any) -> None:
     document = json.loads(tokenizers.Tokenizer(model).to_str())
     with pytest.raises(UserError, check=lambda error: error.code == "unsupported"):
-        vocabulary.select_ids(document, [0])
+        vocab_trimming.select_ids(document, [0])

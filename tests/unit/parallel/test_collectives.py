@@ -36,7 +36,7 @@ BUSY = 4
 """In place of `watchdog.EXTENDED_FACTOR`: longer than the long work, and short enough to see a hang in it end."""
 
 pytestmark = pytest.mark.usefixtures("programs", "groups")
-"""All begin at once: what they do is to wait."""
+"""All start at once, since they mostly wait."""
 
 # ----------------------------------------------------------------------------------------------------------- one worker
 
@@ -87,20 +87,20 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Programs]:
         end(process)
 
 
-def watched(programs: Programs, name: str) -> tuple[int, str, str]:
-    """Exit code of a process, what it printed, and the traceback that its watch left."""
+def outcome(programs: Programs, name: str) -> tuple[int, str, str]:
+    """Exit code, output and traceback of a process."""
     process, file = programs[name]
     printed, _ = process.communicate(timeout=60)
     return process.returncode, printed, file.read_text()
 
 
 def test_signs_of_life_put_the_end_off_and_other_work_needs_fewer(programs: Programs) -> None:
-    assert watched(programs, "lives") == (0, "through\n", "")
+    assert outcome(programs, "lives") == (0, "through\n", "")
 
 
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name != "lives"])
 def test_what_hangs_is_ended_also_in_other_work(programs: Programs, name: str) -> None:
-    code, printed, traceback = watched(programs, name)
+    code, printed, traceback = outcome(programs, name)
     assert (code, printed) == (1, "out\n" if name == "after it" else "")
     assert "Timeout" in traceback
     assert "<string>" in traceback
@@ -127,7 +127,7 @@ def test_the_setup_may_take_its_time_until_the_first_pass(tmp_path: Path, monkey
 # ---------------------------------------------------------------------------------------------------- several, together
 
 
-def joined(rank: int, world: int, folder: Path) -> Watchdog:
+def join_group(rank: int, world: int, folder: Path) -> Watchdog:
     """In a process of its own: a member of a group, with a watch."""
     watchdog.EXTENDED_FACTOR, watchdog.SETUP_TIMEOUT_S = BUSY, STALL_S
     workers.joined(rank, world, folder)
@@ -138,7 +138,7 @@ def joined(rank: int, world: int, folder: Path) -> Watchdog:
 
 def long_work(rank: int, world: int, folder: Path) -> list[Any]:
     """One works for longer than a stall and than the group's time-out, and the others wait; then they change places."""
-    watch = joined(rank, world, folder)
+    watch = join_group(rank, world, folder)
     actual: list[Any] = []
     for worker in (0, world - 1):
 
@@ -159,8 +159,8 @@ def long_work(rank: int, world: int, folder: Path) -> list[Any]:
 
 
 def failures(rank: int, world: int, folder: Path) -> list[Any]:
-    """One fails at once while another works, one fails after it, rank 0 fails to decide; and then all goes on."""
-    watch = joined(rank, world, folder)
+    """A rank fails while another works; one fails later; rank 0 fails to decide; a last decision succeeds."""
+    watch = join_group(rank, world, folder)
     actual: list[Any] = []
 
     def fails(which: int, after: float) -> Callable[[], int]:
@@ -195,7 +195,7 @@ def hang(rank: int, world: int, folder: Path) -> list[Any]:
         time.sleep(1000)
         return 0
 
-    return [collectives.decide_on_rank_zero(joined(rank, world, folder), decide)]
+    return [collectives.decide_on_rank_zero(join_group(rank, world, folder), decide)]
 
 
 def stop(rank: int, world: int, folder: Path) -> list[Any]:
@@ -205,13 +205,13 @@ def stop(rank: int, world: int, folder: Path) -> list[Any]:
         os.kill(os.getpid(), signal.SIGSTOP)
         return 0
 
-    return [collectives.decide_on_rank_zero(joined(rank, world, folder), decide)]
+    return [collectives.decide_on_rank_zero(join_group(rank, world, folder), decide)]
 
 
 Case = Callable[[int, int, Path], list[Any]]
 Group = tuple[list[Any], Path]
 Ended = list[tuple[int | None, str, str]]
-"""By rank: exit code (None: it had to be killed), what the case returned, and the end of what was written."""
+"""Exit code of each rank (None: it had to be killed), the result of the case, and the end of its output."""
 
 
 def _does(rank: int, world: int, folder: Path, case: Case) -> None:
@@ -221,7 +221,7 @@ def _does(rank: int, world: int, folder: Path, case: Case) -> None:
     os._exit(0)  # at once: Gloo aborts a process that is still ending when another member has gone
 
 
-def begun(case: Case, world: int, folder: Path) -> Group:
+def start_group(case: Case, world: int, folder: Path) -> Group:
     context = workers.forking()
     processes = [context.Process(target=_does, args=(rank, world, folder, case)) for rank in range(world)]
     for process in processes:
@@ -232,7 +232,7 @@ def begun(case: Case, world: int, folder: Path) -> Group:
 def ended(group: Group) -> Ended:
     processes, folder = group
     actual: Ended = []
-    for rank, process in reversed([*enumerate(processes)]):  # rank 0 is the one that may be stopped
+    for rank, process in reversed([*enumerate(processes)]):  # rank 0 may be stopped
         give_up = time.monotonic() + 90
         while process.is_alive() and time.monotonic() < give_up and not (rank == 0 and _is_stopped(process.pid)):
             process.join(0.1)
@@ -255,7 +255,7 @@ Groups = dict[Case, Group]
 
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Groups]:
-    actual = {case: begun(case, world, tmp_path_factory.mktemp(case.__name__)) for case, world in CASES.items()}
+    actual = {case: start_group(case, world, tmp_path_factory.mktemp(case.__name__)) for case, world in CASES.items()}
     yield actual
     for group in actual.values():
         ended(group)
@@ -294,33 +294,33 @@ def test_nobody_waits_for_a_worker_that_is_stopped(groups: Groups) -> None:
 # ------------------------------------------------------------------------------------------------------- a slow storage
 
 
-class Told(Watchdog):
+class CountingWatchdog(Watchdog):
     """A watch that ends nothing and counts signs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.signs, self.told = 0, threading.Event()
+        self.signs, self.has_beat = 0, threading.Event()
 
     def heartbeat(self) -> None:
         self.signs += 1
-        self.told.set()
+        self.has_beat.set()
 
 
 def test_a_wait_for_a_copy_is_alive_as_long_as_pieces_of_it_arrive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(saver, "POLL_INTERVAL_S", 0.01)
-    watch, copies, waits = Told(), threading.Event(), threading.Event()
+    watch, copies, waits = CountingWatchdog(), threading.Event(), threading.Event()
 
     class Slow(RemoteCopy):
-        def push(self, run: Path, checkpoints: Any, moved: Callable[[], None] = lambda: None) -> None:
-            moved()
+        def push(self, run_folder: Path, checkpoints: Any, on_progress: Callable[[], None] = lambda: None) -> None:
+            on_progress()
             copies.set()
             assert waits.wait(30)
             for _ in range(3):
-                watch.told.clear()
-                moved()
-                assert watch.told.wait(30)
+                watch.has_beat.clear()
+                on_progress()
+                assert watch.has_beat.wait(30)
 
     network = make_network()
     optimizer = optimizers.build_optimizer(network, OptimConfig())
@@ -328,7 +328,7 @@ def test_a_wait_for_a_copy_is_alive_as_long_as_pieces_of_it_arrive(
     instance = saver.CheckpointSaver(tmp_path / "checkpoints", 2, Slow("memory://", "run"), watchdog=watch)
     instance.save(network, optimizer, state(1))
     assert copies.wait(30)
-    assert watch.signs == 0  # what is copied while the training goes on is no sign that it does
+    assert watch.signs == 0  # a copy during training sends no heartbeat
     waits.set()
     instance.flush()
     assert watch.signs == 3

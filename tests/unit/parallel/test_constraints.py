@@ -1,4 +1,4 @@
-"""What no strategy can do is refused before a process starts, all at once, with what to write instead."""
+"""Invalid layouts are refused before a process starts, all at once, with valid values."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 
 from rtrain import config
 from rtrain.core.errors import ConfigError, Problem
-from rtrain.parallel import constraints, mesh, pipeline_schedules, pipeline_stages
+from rtrain.parallel import layout, mesh, pipeline
 
 BERT = {"model_type": "bert", "num_attention_heads": 12, "intermediate_size": 3072, "num_hidden_layers": 6}
 MODERN = {
@@ -21,14 +21,14 @@ DISTIL = {"model_type": "distilbert", "n_heads": 12, "hidden_dim": 3072, "n_laye
 def problems(folder: Path, model: dict[str, Any], **settings: Any) -> list[Problem]:
     (folder / "config.json").write_text(json.dumps(model))
     overrides = {name.replace("__", "."): value for name, value in settings.items()}
-    return constraints.check_parallelism(config.load_config("intent", overrides).recipe, folder)
+    return layout.check_parallelism(config.load_config("intent", overrides).recipe, folder)
 
 
 def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
     for model in (BERT, DISTIL, MODERN, MODERN | {"mlp_bias": True}):
         assert problems(tmp_path, model) == []
         assert problems(tmp_path, model, train__tensor_parallel_size=2, train__workers=4, train__zero_stage=0) == []
-        for schedule in pipeline_schedules.SCHEDULES:
+        for schedule in pipeline.SCHEDULES:
             assert (
                 problems(
                     tmp_path,
@@ -161,20 +161,17 @@ def test_all_of_it_is_said_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("schedule", "made"),
-    [("gpipe", [1, 1, 2, 3, 7]), ("1f1b", [3, 3, 3, 3, 7]), ("interleaved", [3, 3, 3, 3, 9])],
+    ("schedule", "counts"), [("gpipe", [1, 1, 2, 3, 7]), ("1f1b", [3, 3, 3, 3, 7]), ("interleaved", [3, 3, 3, 3, 9])]
 )
-def test_a_schedule_of_three_stages_has_the_passes_that_torch_asks_for(schedule: str, made: list[int]) -> None:
-    assert [
-        pipeline_schedules.SCHEDULES[schedule].count_micro_batches(local_part, 3) for local_part in (0, 1, 2, 3, 7)
-    ] == made
+def test_a_schedule_of_three_stages_has_the_passes_that_torch_asks_for(schedule: str, counts: list[int]) -> None:
+    assert [pipeline.SCHEDULES[schedule].count_micro_batches(local_part, 3) for local_part in (0, 1, 2, 3, 7)] == counts
 
 
 @pytest.mark.parametrize(
     ("layers", "parts", "sizes"), [(4, 2, [2, 2]), (5, 2, [2, 3]), (6, 4, [1, 2, 1, 2]), (3, 1, [3])]
 )
 def test_layers_are_dealt_in_order_and_as_even_as_can_be(layers: int, parts: int, sizes: list[int]) -> None:
-    actual = pipeline_stages.layer_ranges(layers, parts)
+    actual = pipeline.layer_ranges(layers, parts)
     assert [number for part in actual for number in part] == list(range(layers))
     assert [len(part) for part in actual] == sizes
 

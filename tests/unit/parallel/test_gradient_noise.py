@@ -60,19 +60,19 @@ def measured(network: torch.nn.Module, rows: TokenBatch, world: int, rank: int, 
     exchange, optimizer = DDPStrategy(network), torch.optim.SGD(network.parameters(), lr=0.0)
     random, actual = np.random.default_rng(1), list[NoiseMeasurement]()
     for _ in range(UPDATES):
-        drawn = pick(rows, random.integers(0, len(rows), UPDATE).tolist())
+        sample = pick(rows, random.integers(0, len(rows), UPDATE).tolist())
         passes = [
-            pick(drawn, item.tolist())
-            for item in assign_micro_batches(drawn.window_lengths, world, rank, PASS, **dealt)
+            pick(sample, item.tolist())
+            for item in assign_micro_batches(sample.window_lengths, world, rank, PASS, **dealt)
         ]
-        done = step.run_step(exchange, optimizer, LOSS, passes, pad_id=0, measure_noise=True)
+        done = step.StepRunner(exchange, optimizer, LOSS, pad_id=0).run_step(passes, measure_noise=True)
         assert done.noise_measurement is not None
         actual.append(done.noise_measurement)
     return actual
 
 
 def on_a_worker(world: int, rank: int, encoder: Path) -> dict[str, float]:
-    """What is measured over what is right: by rows at random, and, of one worker, by rows dealt by length."""
+    """Measured over exact noise scale: with random rows, and, for one worker, with rows grouped by length."""
     actual, rows = {}, make_alike()
     for name, is_random in (("random", True), *([("length", False)] if world == 1 else [])):
         scale = gradient_noise.estimate_scale(measured(make_network(encoder), rows, world, rank, is_random=is_random))
@@ -105,7 +105,7 @@ def test_an_update_that_is_not_to_measure_tells_nothing_and_trains_the_same(tmp_
         passes = [
             pick(rows, item.tolist()) for item in assign_micro_batches(rows.window_lengths, 1, 0, PASS, is_random=True)
         ]
-        done = step.run_step(DDPStrategy(network), optimizer, LOSS, passes, pad_id=0, measure_noise=measures)
+        done = step.StepRunner(DDPStrategy(network), optimizer, LOSS, pad_id=0).run_step(passes, measure_noise=measures)
         actual.append(
             (done.noise_measurement is not None, [item.detach().numpy().tobytes() for item in network.parameters()])
         )
@@ -116,7 +116,7 @@ def test_an_update_that_is_not_to_measure_tells_nothing_and_trains_the_same(tmp_
 def test_a_single_pass_of_a_single_worker_has_nothing_to_compare(tmp_path: Path) -> None:
     network, rows = make_network(make_still_encoder(tmp_path)), make_alike(8)
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
-    done = step.run_step(DDPStrategy(network), optimizer, LOSS, [rows], pad_id=0, measure_noise=True)
+    done = step.StepRunner(DDPStrategy(network), optimizer, LOSS, pad_id=0).run_step([rows], measure_noise=True)
     assert done.noise_measurement is None
 
 
@@ -126,7 +126,7 @@ def test_an_update_with_room_in_one_pass_is_measured_by_a_worker_that_is_alone(t
     passes = [
         pick(rows, item.tolist()) for item in assign_micro_batches(rows.window_lengths, 1, 0, None, is_random=True)
     ]
-    done = step.run_step(DDPStrategy(network), optimizer, LOSS, passes, pad_id=0, measure_noise=True)
+    done = step.StepRunner(DDPStrategy(network), optimizer, LOSS, pad_id=0).run_step(passes, measure_noise=True)
     assert [len(item) for item in passes] == [4, 4]
     assert done.noise_measurement is not None
 
@@ -140,7 +140,9 @@ def test_what_an_update_makes_is_made_where_the_model_is(tmp_path: Path) -> None
         pick(rows, item.tolist()) for item in assign_micro_batches(rows.window_lengths, 1, 0, PASS, is_random=True)
     ]
     with torch.device("meta"):
-        done = step.run_step(exchange, optimizer, LOSS, passes, pad_id=0, max_grad_norm=1.0, measure_noise=True)
+        done = step.StepRunner(exchange, optimizer, LOSS, pad_id=0, max_grad_norm=1.0).run_step(
+            passes, measure_noise=True
+        )
     assert done.noise_measurement is not None
     assert np.isfinite(done.loss)
 

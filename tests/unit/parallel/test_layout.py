@@ -9,7 +9,7 @@ import torch
 
 from rtrain import config
 from rtrain.config import Recipe
-from rtrain.parallel import dtensor_utils, factory, layout
+from rtrain.parallel import dtensor_utils, layout
 from rtrain.parallel.layout import ParallelLayout
 from tests.unit.parallel.test_constraints import BERT
 
@@ -23,14 +23,14 @@ def possible(folder: Path, workers: int, model: dict[str, Any] = BERT, **setting
     return list(layout.iter_valid_layouts(recipe(**settings), folder, workers))
 
 
-def again(*found: ParallelLayout) -> list[ParallelLayout]:
+def recomputed(*found: ParallelLayout) -> list[ParallelLayout]:
     return [ParallelLayout(item.zero_stage, item.tensor_parallel_size, True) for item in found]
 
 
 def test_shares_come_before_layers_computed_again_and_layers_that_are_cut(tmp_path: Path) -> None:
     shards = [ParallelLayout(shard) for shard in range(4)]
     cut = [ParallelLayout(tensor_parallel_size=2), ParallelLayout(3, 2)], [ParallelLayout(tensor_parallel_size=4)]
-    expected = [*shards, *again(*shards), *cut[0], *again(*cut[0]), *cut[1], *again(*cut[1])]
+    expected = [*shards, *recomputed(*shards), *cut[0], *recomputed(*cut[0]), *cut[1], *recomputed(*cut[1])]
     assert possible(tmp_path, 4) == expected
 
 
@@ -40,30 +40,32 @@ def test_one_worker_has_nobody_to_share_with(tmp_path: Path) -> None:
 
 def test_what_the_recipe_or_the_model_forbids_is_left_out(tmp_path: Path) -> None:
     compressed = possible(tmp_path, 2, train__gradient_compression="bf16")
-    assert compressed == [ParallelLayout(), ParallelLayout(1), *again(ParallelLayout(), ParallelLayout(1))]
+    assert compressed == [ParallelLayout(), ParallelLayout(1), *recomputed(ParallelLayout(), ParallelLayout(1))]
     heads = BERT | {"num_attention_heads": 3}
-    assert not any(way.tensor_parallel_size > 1 for way in possible(tmp_path, 2, heads))
+    assert not any(candidate.tensor_parallel_size > 1 for candidate in possible(tmp_path, 2, heads))
     # Workers that come and go: also the fewest of them.
-    assert not any(way.workers_per_replica > 1 for way in possible(tmp_path, 2, train__workers=4, train__min_workers=2))
+    assert not any(
+        candidate.workers_per_replica > 1 for candidate in possible(tmp_path, 2, train__workers=4, train__min_workers=2)
+    )
     assert ParallelLayout(3) in possible(tmp_path, 2, train__workers=4, train__min_workers=2)
 
 
 def test_layers_are_computed_again_in_every_way_where_the_recipe_says_so(tmp_path: Path) -> None:
     actual = possible(tmp_path, 2, train__gradient_checkpointing=True)
     assert actual
-    assert all(way.gradient_checkpointing for way in actual)
+    assert all(candidate.gradient_checkpointing for candidate in actual)
 
 
 def test_a_way_is_what_its_settings_say() -> None:
-    way = ParallelLayout(3, 2, True)
+    candidate = ParallelLayout(3, 2, True)
     overrides = {"train.zero_stage": 3, "train.tensor_parallel_size": 2, "train.gradient_checkpointing": True}
-    assert way.settings == overrides
-    assert way.apply_to(recipe().train, 4) == recipe(**overrides, **{"train.workers": 4}).train
-    assert layout.layout_from_config(recipe(**overrides).train, 4) == way
+    assert candidate.settings == overrides
+    assert candidate.apply_to(recipe().train, 4) == recipe(**overrides, **{"train.workers": 4}).train
+    assert layout.layout_from_config(recipe(**overrides).train, 4) == candidate
     staged = ParallelLayout(2, 2, pipeline_parallel_size=2)
     assert layout.layout_from_config(recipe(**staged.settings, **{"train.workers": 8}).train, 8) == staged
     assert str(staged) == "zero_stage=2 and tensor_parallel_size=2 and pipeline_parallel_size=2"
-    assert (str(way), str(ParallelLayout())) == (
+    assert (str(candidate), str(ParallelLayout())) == (
         "zero_stage=3 and tensor_parallel_size=2 with recomputed layers",
         "zero_stage=0",
     )
@@ -97,7 +99,7 @@ def test_the_rest_are_those_that_come_after() -> None:
 def test_a_network_is_put_on_its_device_in_parts_where_no_worker_has_all_of_it() -> None:
     def parts(workers: int, **train: Any) -> bool:
         settings = {f"train__{name}": value for name, value in train.items()}
-        return factory.is_model_parallel(recipe(**settings, train__workers=workers).train, workers)
+        return layout.is_model_parallel(recipe(**settings, train__workers=workers).train, workers)
 
     assert not any((parts(2), parts(2, zero_stage=1), parts(1, zero_stage=3), parts(4, context_parallel_size=2)))
     assert all(

@@ -1,4 +1,4 @@
-"""What a worker builds of a model that it has a part of: its share, and no more of the file."""
+"""A worker with a part of a model builds its shard and maps no more of the file."""
 
 import ctypes
 import gc
@@ -60,14 +60,14 @@ class Peak:
         return self.bytes
 
 
-def recipe_of(way: ParallelLayout) -> Recipe:
-    return load_config("intent", way.settings).recipe
+def recipe_of(parallel_layout: ParallelLayout) -> Recipe:
+    return load_config("intent", parallel_layout.settings).recipe
 
 
 def _builder(rank: int, folder: Path) -> None:
     joined(rank, 2, folder)
     libc = ctypes.CDLL(None)
-    assert all(libc.mallopt(what, 65536) for what in (-1, -3))  # freed memory goes back: M_TRIM_, M_MMAP_THRESHOLD
+    assert all(libc.mallopt(option, 65536) for option in (-1, -3))  # return freed memory: M_TRIM_, M_MMAP_THRESHOLD
     for name in LAYOUTS:
         _built(folder / "tiny", name)
         gc.collect()
@@ -80,10 +80,10 @@ def _builder(rank: int, folder: Path) -> None:
 def _built(model: Path, name: str) -> tuple[Strategy, int]:
     """And the bytes at most until it is there."""
     from rtrain.models import builder as networks
-    from rtrain.parallel import factory
+    from rtrain.parallel import layout
 
     building = Peak()
-    exchange = factory.build_strategy(networks.build_network(model, TASK, LABELS, 0), recipe_of(LAYOUTS[name]).train)
+    exchange = layout.build_strategy(networks.build_network(model, TASK, LABELS, 0), recipe_of(LAYOUTS[name]).train)
     return exchange, building.end()
 
 
@@ -105,12 +105,12 @@ def test_a_worker_builds_its_share_and_not_the_whole(tmp_path: Path) -> None:
         for rank in range(2):
             output = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
             assert 0.4 * size < output["built"] / MIB < 0.75 * size
-            assert output["read"] < MIB  # nothing keeps the file mapped, of which the whole would stay in memory
+            assert output["read"] < MIB  # nothing keeps the file mapped: all of it would stay in memory
 
 
 def test_a_stage_of_a_pipeline_leaves_the_file_that_it_was_read_from(tmp_path: Path) -> None:
     from rtrain.models import builder as networks
-    from rtrain.parallel.pipeline_stages import PipelineStages
+    from rtrain.parallel.pipeline import PipelineStages
 
     size = make_model(tmp_path / "model", **{**SMALL, "num_hidden_layers": 2}, intermediate_size=2048)
     file = str(tmp_path / "model" / "model.safetensors")

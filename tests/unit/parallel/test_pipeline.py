@@ -1,32 +1,25 @@
 """Pipelines on real processes: the gradient and the weights of one worker by every schedule, and one checkpoint for all
 layouts."""
 
-import atexit
 import json
-import shutil
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rtrain.config import DistillConfig
-from rtrain.core.ragged import Head
-from rtrain.models import builder, layerwise_lr
-from rtrain.parallel import factory
-from rtrain.parallel.data_parallel import SingleReplica
-from rtrain.parallel.timeline import BACKWARD, FORWARD
-from rtrain.trainer import losses, step
+from rtrain.models import network_parts
+from rtrain.parallel.base import Strategy
+from rtrain.parallel.layout import build_strategy
+from rtrain.parallel.profiler import BACKWARD, FORWARD
+from rtrain.trainer import step
 from tests.support.strategies import (
-    DYING,
     UPDATES,
-    Dying,
-    Kept,
     check_the_same,
+    die_within_step,
     kept,
+    masked_lm_gradient,
     recipe,
     share_of,
     told,
@@ -34,10 +27,9 @@ from tests.support.strategies import (
     trained,
 )
 from tests.support.tiny import make_masked
-from tests.support.workers import joined, run
-from tests.unit.tasks import test_masked_lm
+from tests.support.workers import joined, once, run
 from tests.unit.trainer import test_trainer
-from tests.unit.trainer.test_step import LOSS, TASK, distance, make_network, make_still_encoder
+from tests.unit.trainer.test_step import LOSS, distance, make_network, make_still_encoder
 
 pytestmark = pytest.mark.timeout(900)
 """Four processes and their trainings before the first test: on a machine that is busy otherwise they take minutes."""
@@ -55,7 +47,7 @@ FOUR: dict[str, dict[str, Any]] = {
 }
 LAYOUTS = {**TWO, **FOUR}
 PASSES = {"gpipe": [5, 1, 1, 4], "1f1b": [5, 2, 2, 4], "interleaved": [6, 2, 2, 4]}
-"""Passes that the updates of `FULL_STEPS` have on a worker, with those that the schedule adds."""
+"""Micro-batches of the steps `UPDATES` on a worker, with those of the schedule."""
 FAMILIES = {
     "bert": ("gpipe", "4 stages"),
     "distilbert": ("1f1b",),
@@ -76,26 +68,6 @@ class _Noticing(step.Observer):
         return self._notices
 
 
-def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Tensor]:
-    """The gradient of an update of three passes, on rank 0, by a layout or by one worker that is alone; and the word
-    embedding after it, on each worker that has it."""
-    pads, repeated = (family == list(FAMILIES)[place] for place in (1, -1))
-    network: Any = builder.build_network(folder / family, test_masked_lm.TASK, (), seed=0, pack=not pads)
-    network.double().train()
-    if repeated:
-        builder.enable_activation_checkpointing(network)
-    train = recipe(**LAYOUTS.get(layout or "", {})).train
-    exchange = factory.build_strategy(network, train) if layout else SingleReplica(network)
-    head = test_masked_lm.HEAD
-    rows = test_masked_lm.TASK.prepare(test_masked_lm.rows(6, length=31), head, 0, 0)
-    passes = [rows.take([0, 4, 5]), rows.take([1, 2]), rows.take([3])]
-    loss, seen = losses.make_loss(test_masked_lm.TASK, DistillConfig(), head), Kept()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.1, foreach=False)
-    step.run_step(exchange, optimizer, loss, passes, pad_id=0, observer=seen)
-    table = network.get_input_embeddings().weight.detach()
-    return {**seen.found, **({} if table.is_meta else {"table": table})}
-
-
 def _worker(rank: int, folder: Path) -> None:
     actual: dict[str, Any] = {"updates": {}, "said": {}, "spans": {}}
     for world, layouts in ((4, FOUR), (2, TWO)):
@@ -103,18 +75,18 @@ def _worker(rank: int, folder: Path) -> None:
             continue
         joined(rank, world, folder)
         for name, train in layouts.items():
-            said: dict[str, Any] = {}
-            exchange = factory.build_strategy(
+            events: dict[str, Any] = {}
+            exchange = build_strategy(
                 make_network(folder / "encoder"),
                 recipe(**train).train,
-                log_event=lambda kind, said=said, **fields: said.update(fields),
+                log_event=lambda kind, events=events, **fields: events.update(fields),
             )
             actual["updates"][name] = trained(exchange, folder / name, **train)
             kinds = [span.kind for span in exchange.timeline.pop_spans()]
-            actual["said"][name], actual["spans"][name] = said, [kinds.count(kind) for kind in (FORWARD, BACKWARD)]
+            actual["said"][name], actual["spans"][name] = events, [kinds.count(kind) for kind in (FORWARD, BACKWARD)]
         for family, options in FAMILIES.items():
             for name in (item for item in options if item in layouts):
-                torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
+                torch.save(_gradient(folder, family, layouts[name]), folder / f"{family}-{name}-{rank}.pt")
         if world == 2:
             actual["seeds"] = _seeds(folder)
             actual["notices"] = _notices(folder, rank)
@@ -125,18 +97,28 @@ def _worker(rank: int, folder: Path) -> None:
     (folder / f"{rank}.json").write_text(json.dumps(actual))
 
 
+def _gradient(folder: Path, family: str, train: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    """The gradient, on rank 0, and the word embedding after the step, on the first and the last stage."""
+    pads, recomputes = (family == list(FAMILIES)[place] for place in (1, -1))
+    gradient, network = masked_lm_gradient(folder / family, train, pads=pads, recomputes=recomputes)
+    table = network.get_input_embeddings().weight.detach()  # type: ignore[operator]
+    return gradient | ({} if table.is_meta else {"table": table})
+
+
 def _seeds(folder: Path) -> dict[str, list[int]]:
-    """Seeds with which each layer of this worker was computed in the first update, by schedule."""
+    """Seeds of each layer of this worker in the first step, by schedule."""
     actual = {}
     for name in TWO:
         network, seeds = make_network(folder / "encoder"), list[int]()
-        layers: Any = layerwise_lr.find_layers(network.base_model)  # type: ignore[arg-type]
-        exchange = factory.build_strategy(network, recipe(**TWO[name]).train)
+        layers: Any = network_parts.find_layers(network.base_model)  # type: ignore[arg-type]
+        exchange = build_strategy(network, recipe(**TWO[name]).train)
         for layer in layers:
             if not next(layer.parameters()).is_meta:
                 layer.attention.register_forward_hook(lambda *_, seeds=seeds: seeds.append(torch.initial_seed()))
         torch.manual_seed(7)
-        step.run_step(exchange, torch.optim.SGD(network.parameters(), lr=0.0), LOSS, share_of(0, 1, 0), pad_id=0)
+        step.StepRunner(exchange, torch.optim.SGD(network.parameters(), lr=0.0), LOSS, pad_id=0).run_step(
+            share_of(0, 1, 0)
+        )
         actual[name] = seeds
     return actual
 
@@ -147,26 +129,18 @@ def _notices(folder: Path, rank: int) -> list[bool]:
     for train in (TWO["1f1b"], {"tensor_parallel_size": 2}):
         network = make_network(folder / "encoder")
         exchange, optimizer = (
-            factory.build_strategy(network, recipe(**train).train),
+            build_strategy(network, recipe(**train).train),
             torch.optim.SGD(network.parameters(), lr=0.0),
         )
-        done = step.run_step(exchange, optimizer, LOSS, share_of(1, 1, 0), pad_id=0, observer=_Noticing(rank == 0))
+        done = step.StepRunner(exchange, optimizer, LOSS, pad_id=0, observer=_Noticing(rank == 0)).run_step(
+            share_of(1, 1, 0)
+        )
         actual.append(done.stop_requested)
     return actual
 
 
 def _left_alone(rank: int, folder: Path) -> None:
-    """Keep what the first stage is told when the last one dies in a pass."""
-    joined(rank, 2, folder / DYING)
-    network = make_network(folder / "encoder")
-    exchange, optimizer = (
-        factory.build_strategy(network, recipe(pipeline_parallel_size=2).train),
-        torch.optim.SGD(network.parameters(), lr=0.0),
-    )
-    try:
-        step.run_step(exchange, optimizer, Dying(TASK, DistillConfig(), Head()), share_of(0, 1, 0), pad_id=0)
-    except RuntimeError as error:
-        (folder / DYING / "told").write_text(str(error))
+    die_within_step(rank, folder, {"pipeline_parallel_size": 2}, share_of(0, 1, 0))
 
 
 def _start(folder: Path, name: str, rank: int, kill: int | None = None) -> test_trainer.Ran:
@@ -178,27 +152,15 @@ def _start(folder: Path, name: str, rank: int, kill: int | None = None) -> test_
 Results = tuple[list[dict[str, Any]], Path]
 
 
-@cache
-def _ran_once() -> Results | Exception:
-    folder = Path(mkdtemp(prefix="rtrain-pipelines-"))
-    atexit.register(shutil.rmtree, folder)
-    try:
-        make_still_encoder(folder / "encoder", layers=LAYERS)
-        test_trainer.make_ground(folder / "ground")
-        for family in FAMILIES:
-            make_masked(folder / family, family, layers=LAYERS)
-        trained(SingleReplica(make_network(folder / "encoder")), folder / "alone")
-        run(_worker, (folder,), 4, within=800.0)
-        return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)], folder
-    except Exception as error:
-        return error
-
-
-def on_workers() -> Results:
-    actual = _ran_once()
-    if isinstance(actual, Exception):
-        raise actual
-    return actual
+@once("rtrain-pipelines-")
+def on_workers(folder: Path) -> Results:
+    make_still_encoder(folder / "encoder", layers=LAYERS)
+    test_trainer.make_ground(folder / "ground")
+    for family in FAMILIES:
+        make_masked(folder / family, family, layers=LAYERS)
+    trained(Strategy(make_network(folder / "encoder")), folder / "alone")
+    run(_worker, (folder,), 4, within=800.0)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)], folder
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -223,7 +185,7 @@ def test_every_worker_knows_loss_and_norm_and_the_rows_of_its_replica(name: str)
 
 @pytest.mark.parametrize("name", TWO)
 def test_a_worker_tells_the_time_of_each_pass(name: str) -> None:
-    """With those that the schedule needs and the update has not; and of each of its parts."""
+    """Idle micro-batches of the schedule count, and so does each part."""
     results, _ = on_workers()
     parts = 2 if name == "interleaved" else 1
     assert [actual["spans"][name] for actual in results[:2]] == [[parts * sum(PASSES[name])] * 2] * 2
@@ -243,14 +205,16 @@ def test_a_stage_has_the_optimizer_s_state_of_its_own_weights_alone(name: str) -
 @pytest.mark.parametrize(("family", "layout"), [(item, other) for item, actual in FAMILIES.items() for other in actual])
 def test_architectures_and_tied_heads_have_the_gradient_of_one_worker(family: str, layout: str) -> None:
     _, folder = on_workers()
-    reference = guessed(folder, family, None)
+    reference = _gradient(folder, family, None)
+    del reference["table"]
     files = sorted(folder.glob(f"{family}-{layout}-*.pt"))
     first, *rest = (torch.load(path, weights_only=True) for path in files)
     assert len(rest) == (3 if layout in FOUR else 1)
+    table = first.pop("table")
     assert first.keys() == reference.keys()
     assert distance(first, reference) < 1e-10
     # The words are the first and the last stage's: both move them alike.
-    assert torch.equal(first["table"], rest[-1]["table"])
+    assert torch.equal(table, rest[-1]["table"])
     assert not any("table" in actual for actual in rest[:-1])
 
 

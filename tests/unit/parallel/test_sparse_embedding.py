@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from rtrain.models import builder
-from rtrain.parallel import sparse_embedding
+from rtrain.parallel import ddp
 from rtrain.parallel.ddp import DDPStrategy
 from rtrain.tasks import base
 from tests.support.tiny import make_encoder
@@ -21,22 +21,22 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_classifier_s_table_has_rows_and_a_tied_one_has_not(encoder: Path) -> None:
     classifier = builder.build_network(encoder, base.get_task("classification"), ("a", "b"), 0)
-    actual = sparse_embedding.find_embedding(classifier)
+    actual = ddp.find_embedding(classifier)
     assert actual is not None
     assert actual[0] == "bert.embeddings.word_embeddings.weight"
     tied = builder.build_network(encoder, base.get_task("masked_lm"), (), 0)
-    assert sparse_embedding.find_embedding(tied) is None
+    assert ddp.find_embedding(tied) is None
     assert DDPStrategy(tied).touched_rows is None
 
 
 def test_a_frozen_table_has_no_gradient(encoder: Path) -> None:
     classifier = builder.build_network(encoder, base.get_task("classification"), ("a", "b"), 0)
     classifier.get_input_embeddings().weight.requires_grad_(False)
-    assert sparse_embedding.find_embedding(classifier) is None
+    assert ddp.find_embedding(classifier) is None
 
 
 def test_networks_of_other_kinds_are_left_alone() -> None:
-    assert sparse_embedding.find_embedding(torch.nn.Linear(2, 2)) is None
+    assert ddp.find_embedding(torch.nn.Linear(2, 2)) is None
 
 
 def gradient_of(embedding: torch.nn.Embedding) -> torch.Tensor | None:
@@ -45,7 +45,7 @@ def gradient_of(embedding: torch.nn.Embedding) -> torch.Tensor | None:
 
 def test_look_ups_outside_of_an_update_are_those_of_any_embedding() -> None:
     embedding = torch.nn.Embedding(9, 3, padding_idx=0)
-    touched = sparse_embedding.TouchedRows(embedding)
+    touched = ddp.TouchedRows(embedding)
     ids = torch.tensor([[1, 4, 0], [4, 4, 8]])
     embedding(ids).square().sum().backward()
     expected = embedding.weight.grad

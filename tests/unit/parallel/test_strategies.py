@@ -1,31 +1,26 @@
 """Every strategy on real processes: the gradient and the weights of one worker, one checkpoint for all of them."""
 
-import atexit
 import json
 import shutil
-from functools import cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
 import torch
 
-from rtrain.config import DistillConfig
-from rtrain.core.ragged import Head
 from rtrain.data.store.store import Store
 from rtrain.models import builder
-from rtrain.parallel import collectives, factory
-from rtrain.parallel.data_parallel import SingleReplica
-from rtrain.trainer import evaluate, losses, step
+from rtrain.parallel import collectives
+from rtrain.parallel.base import Strategy
+from rtrain.parallel.layout import build_strategy
+from rtrain.trainer import evaluate
 from tests.support.strategies import (
-    DYING,
     UPDATES,
-    Dying,
     Failing,
-    Kept,
     check_the_same,
+    die_within_step,
     kept,
+    masked_lm_gradient,
     recipe,
     scaled,
     share_of,
@@ -34,10 +29,9 @@ from tests.support.strategies import (
     trained,
 )
 from tests.support.tiny import make_masked
-from tests.support.workers import joined, run
-from tests.unit.tasks import test_masked_lm
+from tests.support.workers import joined, once, run
 from tests.unit.trainer import test_trainer
-from tests.unit.trainer.test_step import LOSS, TASK, distance, make_network, make_still_encoder
+from tests.unit.trainer.test_step import TASK, distance, make_network, make_still_encoder
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero 0": {},
@@ -61,61 +55,51 @@ STILL = "still"
 """The ground whose encoder drops nothing."""
 
 
-FAMILIES = ("bert", "distilbert", "modernbert", "roberta")
-"""Masked language models, whose word embedding is tied to their head; the layers of the last are computed again in
-the backward pass."""
-
-
-def guessed(folder: Path, family: str, layout: str | None) -> dict[str, torch.Tensor]:
-    """The gradient of an update of two passes, on rank 0, by a layout or by one worker that is alone."""
-    network: Any = builder.build_network(folder / family, test_masked_lm.TASK, (), seed=0).double().train()
-    if family == FAMILIES[-1]:
-        builder.enable_activation_checkpointing(network)
-    exchange = (
-        SingleReplica(network) if layout is None else factory.build_strategy(network, recipe(**LAYOUTS[layout]).train)
-    )
-    head = test_masked_lm.HEAD
-    rows = test_masked_lm.TASK.prepare(test_masked_lm.rows(6, length=31), head, 0, 0)
-    passes = [rows.take([0, 4, 5]), rows.take([1, 2, 3])][exchange.replica_rank :: exchange.num_replicas]
-    loss, seen = losses.make_loss(test_masked_lm.TASK, DistillConfig(), head), Kept()
-    optimizer = torch.optim.SGD(network.parameters(), lr=0.0, foreach=False)
-    step.run_step(exchange, optimizer, loss, passes, pad_id=0, observer=seen)
-    return seen.found
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "bert": ("zero 2", "tensor 2, sequence", "context 2"),
+    "distilbert": ("zero 3", "tensor 2"),
+    "modernbert": ("zero 3", "tensor 2", "context 2"),
+    "roberta": ("zero 2", "tensor 2, sequence"),
+}
+"""Masked language models, whose word embedding is tied to their head, and layouts of them; the layers of the last are
+computed again in the backward pass."""
 
 
 def _worker(rank: int, folder: Path) -> None:
     joined(rank, 2, folder)
     actual: dict[str, Any] = {"updates": {}, "runs": {}, "said": {}, "scaled": {}}
     for name, train in LAYOUTS.items():
-        said: dict[str, Any] = {}
+        events: dict[str, Any] = {}
         network = make_network(folder / "encoder")
-        exchange = factory.build_strategy(
-            network, recipe(**train).train, log_event=lambda kind, said=said, **fields: said.update(fields)
+        exchange = build_strategy(
+            network, recipe(**train).train, log_event=lambda kind, events=events, **fields: events.update(fields)
         )
         actual["updates"][name] = trained(exchange, folder / name, **train)
-        actual["said"][name] = said
+        actual["said"][name] = events
         del exchange, network
         actual["scaled"][name] = scaled(
-            factory.build_strategy(make_network(folder / "encoder"), recipe(**train).train), **train
+            build_strategy(make_network(folder / "encoder"), recipe(**train).train), **train
         )
     for name in SHARES:
         network = make_network(folder / "encoder", "encoder")
-        trained(
-            factory.build_strategy(network, recipe(**LAYOUTS[name]).train), folder / f"{name}, frozen", **LAYOUTS[name]
-        )
-    for family in FAMILIES:
-        for name in SHARES:
-            torch.save(guessed(folder, family, name), folder / f"{family}-{name}-{rank}.pt")
+        trained(build_strategy(network, recipe(**LAYOUTS[name]).train), folder / f"{name}, frozen", **LAYOUTS[name])
+    for family, names in FAMILIES.items():
+        for name in names:
+            torch.save(_gradient(folder, family, LAYOUTS[name]), folder / f"{family}-{name}-{rank}.pt")
     for name, layout in RUNS.items():
         actual["runs"] |= _run(folder, name, LAYOUTS[layout], rank)
     actual["failed"] = {name: _failing(folder, LAYOUTS[name], rank) for name in SHARES}
     (folder / f"{rank}.json").write_text(json.dumps(actual))
 
 
+def _gradient(folder: Path, family: str, train: dict[str, Any] | None) -> dict[str, torch.Tensor]:
+    return masked_lm_gradient(folder / family, train, recomputes=family == "roberta")[0]
+
+
 def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
     """How an evaluation ends in which the second worker fails. Its layers' weights are needed by the first one."""
     store = Store(next((folder / STILL / ".tokens").iterdir()))
-    exchange = factory.build_strategy(
+    exchange = build_strategy(
         builder.build_network(folder / "encoder", TASK, store.manifest.labels, 0), recipe(**train).train
     )
     task: Any = Failing() if rank == 1 else TASK
@@ -128,22 +112,11 @@ def _failing(folder: Path, train: dict[str, Any], rank: int) -> str:
 
 
 def _left_alone(rank: int, folder: Path) -> None:
-    """Keep what a worker in the middle of a pass is told when the other one dies."""
-    joined(rank, 2, folder / DYING)
-    network = make_network(folder / "encoder")
-    exchange, optimizer = (
-        factory.build_strategy(network, recipe(zero_stage=3).train),
-        torch.optim.SGD(network.parameters(), lr=0.0),
-    )
-    try:
-        loss = LOSS if rank == 0 else Dying(TASK, DistillConfig(), Head())
-        step.run_step(exchange, optimizer, loss, share_of(0, 2, rank), pad_id=0)
-    except RuntimeError as error:
-        (folder / DYING / "told").write_text(str(error))
+    die_within_step(rank, folder, {"zero_stage": 3}, share_of(0, 2, rank))
 
 
 def _run(folder: Path, name: str, layout: dict[str, Any], rank: int) -> dict[str, Any]:
-    """A run that goes through, and one that is killed in its third update and goes on."""
+    """An undisturbed run, and a run that is killed in its third step and resumed."""
     options: dict[str, Any] = {"save_every": 1, "keep_checkpoints": 9, "world": 2, "rank": rank, "workers": 2, **layout}
     complete = told(test_trainer.start(folder / "ground", folder / name, **options))
     killed = f"{name}, killed"
@@ -154,30 +127,18 @@ def _run(folder: Path, name: str, layout: dict[str, Any], rank: int) -> dict[str
 Results = tuple[list[dict[str, Any]], Path]
 
 
-@cache
-def _ran_once() -> Results | Exception:
-    folder = Path(mkdtemp(prefix="rtrain-strategies-"))
-    atexit.register(shutil.rmtree, folder)
-    try:
-        make_still_encoder(folder / "encoder")
-        test_trainer.make_ground(folder / "ground")
-        shutil.copytree(folder / "ground", folder / STILL)
-        make_still_encoder(folder / STILL / "encoder")
-        for family in FAMILIES:
-            make_masked(folder / family, family)
-        trained(SingleReplica(make_network(folder / "encoder")), folder / "alone")
-        trained(SingleReplica(make_network(folder / "encoder", "encoder")), folder / "alone, frozen")
-        run(_worker, (folder,), 2)
-    except Exception as error:
-        return error
+@once("rtrain-strategies-")
+def on_workers(folder: Path) -> Results:
+    make_still_encoder(folder / "encoder")
+    test_trainer.make_ground(folder / "ground")
+    shutil.copytree(folder / "ground", folder / STILL)
+    make_still_encoder(folder / STILL / "encoder")
+    for family in FAMILIES:
+        make_masked(folder / family, family)
+    trained(Strategy(make_network(folder / "encoder")), folder / "alone")
+    trained(Strategy(make_network(folder / "encoder", "encoder")), folder / "alone, frozen")
+    run(_worker, (folder,), 2)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(2)], folder
-
-
-def on_workers() -> Results:
-    actual = _ran_once()
-    if isinstance(actual, Exception):
-        raise actual
-    return actual
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -208,8 +169,8 @@ def test_the_gradient_of_a_head_alone_is_that_of_one_worker(name: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_architectures_and_tied_heads_have_the_gradient_of_one_worker(family: str) -> None:
     _, folder = on_workers()
-    reference = guessed(folder, family, None)
-    for name in SHARES:
+    reference = _gradient(folder, family, None)
+    for name in FAMILIES[family]:
         actual = torch.load(folder / f"{family}-{name}-0.pt", weights_only=True)
         assert actual.keys() == reference.keys()
         assert distance(actual, reference) < 1e-10
@@ -217,7 +178,7 @@ def test_architectures_and_tied_heads_have_the_gradient_of_one_worker(family: st
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_scaled_loss_is_the_same_and_one_worker_s_overflow_is_an_update_that_all_leave_out(name: str) -> None:
-    """As fp16 needs it: a worker may overflow alone, in weights of which others have no share."""
+    """As in fp16: a worker may overflow alone, in weights without a shard on the others."""
     entry, _ = on_workers()
     for actual in entry:
         updates, plain = actual["scaled"][name], actual["updates"][name]
@@ -254,14 +215,14 @@ def test_each_worker_has_half_of_the_optimizer_s_state(name: str) -> None:
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_worker_has_its_share_of_weights_and_gradients(name: str) -> None:
     """Between an update's passes and the optimizer's step, and within the last pass. Stage 2 has whole weights until
-    the passes are over; stage 3 those of the layer that computes, and what is in no layer."""
+    the last micro-batch; stage 3 has those of the current layer, and those outside of layers."""
     results, folder = on_workers()
     size = sum(value.nbytes for value in kept(folder, "alone", "weights").values())
     inside, after = ([actual["updates"][name][0][when] for actual in results] for when in ("inside", "after"))
     if name in SHARDED:
-        for what in ("weights", "gradients"):
-            assert sum(item[what] for item in after) == size
-            assert max(item[what] for item in after) < 0.52 * size
+        for tensor_kind in ("weights", "gradients"):
+            assert sum(item[tensor_kind] for item in after) == size
+            assert max(item[tensor_kind] for item in after) < 0.52 * size
         assert all(item["weights"] == size if name == "zero 2" else item["weights"] < 0.75 * size for item in inside)
     else:
         share = (0.6, 0.75) if "tensor" in name else (1.0, 1.0)

@@ -1,14 +1,10 @@
-"""The exchange of gradients on real processes: what it gives, what it costs, and an end where a worker dies."""
+"""Gradient synchronization on real processes: sums, cost, and errors after a worker's death."""
 
-import atexit
 import json
 import os
-import shutil
 import signal
 import time
-from functools import lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -16,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import ProcessExitedException, ProcessRaisedException
 
-from rtrain.parallel import transport
+from rtrain.parallel import collectives
 from rtrain.parallel.ddp import DDPStrategy
-from tests.support.workers import begun, joined, run
+from tests.support.workers import begun, joined, load_results, once, run
 
 WORLDS = (2, 3)
 
 
 class Network(torch.nn.Module):
-    """Layers of which some are large, for several of DDP's buckets."""
+    """Layers of different sizes, for several of DDP's buckets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,24 +53,24 @@ def _added(rank: int, world: int, folder: Path) -> int:
     """Tensors of two types, large and small, added up; the number of calls that it took."""
     calls, complete = [], dist.all_reduce
 
-    def counted(*given: Any, **named: Any) -> Any:
+    def counted(*tensors: Any, **named: Any) -> Any:
         calls.append(1)
-        return complete(*given, **named)
+        return complete(*tensors, **named)
 
     small = [torch.full((number, 3), float(rank + number)) for number in range(40)]
-    large = torch.arange(2.0 * transport.MIN_SEPARATE_ELEMENTS).view(-1, 2) * (rank + 1)
-    given = [*(item.clone() for item in small), small[7].double(), large, large.clone().t()]
+    large = torch.arange(2.0 * collectives.MIN_SEPARATE_ELEMENTS).view(-1, 2) * (rank + 1)
+    tensors = [*(item.clone() for item in small), small[7].double(), large, large.clone().t()]
     setattr(dist, "all_reduce", counted)  # noqa: B010
     try:
-        transport.all_reduce_sum(given, None)
+        collectives.all_reduce_sum(tensors, None)
     finally:
         setattr(dist, "all_reduce", complete)  # noqa: B010
-    torch.save(given, folder / f"added-{world}-{rank}.pt")
+    torch.save(tensors, folder / f"added-{world}-{rank}.pt")
     return len(calls)
 
 
 def _network(rank: int, world: int, compressed: str, folder: Path) -> dict[str, Any]:
-    """Three updates of two passes, the last of which leaves the last worker without rows."""
+    """Three steps of two micro-batches; the last worker has no rows in the last one."""
     torch.manual_seed(5)
     message: list[tuple[str, dict[str, Any]]] = []
     network = Network()
@@ -82,7 +78,7 @@ def _network(rank: int, world: int, compressed: str, folder: Path) -> dict[str, 
         network, log_event=lambda kind, **fields: message.append((kind, fields)), compression=compressed
     )
     assert exchange.touched_rows is not None
-    stored = []
+    gradients = []
     torch.manual_seed(rank)
     for update in range(3):
         exchange.begin_step()
@@ -95,8 +91,10 @@ def _network(rank: int, world: int, compressed: str, folder: Path) -> dict[str, 
                 (loss * (0.0 if idle else 1.0 + update)).backward()
             if not last and before[0] is not None:
                 assert all(item is not None and not item.any() for item in before)
-        stored.append({name: item.grad.clone() for name, item in network.named_parameters() if item.grad is not None})
-    torch.save(stored, folder / f"network-{world}-{rank}-{compressed}.pt")
+        gradients.append(
+            {name: item.grad.clone() for name, item in network.named_parameters() if item.grad is not None}
+        )
+    torch.save(gradients, folder / f"network-{world}-{rank}-{compressed}.pt")
     numbers = sum(item.numel() for item in network.layers.parameters()) + exchange.touched_rows.gradient.numel()
     sent = numbers * (2 if compressed == "bf16" else 4)
     return {"said": message, "cost": exchange.comm_cost(), "sent": sent}
@@ -105,23 +103,10 @@ def _network(rank: int, world: int, compressed: str, folder: Path) -> dict[str, 
 Results = tuple[dict[tuple[int, int], dict[str, Any]], Path]
 
 
-@lru_cache(maxsize=1)
-def _ran_once() -> Results | Exception:
-    folder = Path(mkdtemp(prefix="rtrain-transport-"))
-    atexit.register(shutil.rmtree, folder)
-    try:
-        run(_worker, (folder,), max(WORLDS))
-    except Exception as error:
-        return error
-    places = [(world, rank) for world in WORLDS for rank in range(world)]
-    return {(world, rank): json.loads((folder / f"{world}-{rank}.json").read_text()) for world, rank in places}, folder
-
-
-def on_workers() -> Results:
-    actual = _ran_once()
-    if isinstance(actual, Exception):
-        raise actual
-    return actual
+@once("rtrain-transport-")
+def on_workers(folder: Path) -> Results:
+    run(_worker, (folder,), max(WORLDS))
+    return load_results(folder, WORLDS), folder
 
 
 def load(path: Path) -> Any:
@@ -135,7 +120,7 @@ def test_compression_says_what_it_loses(world: int) -> None:
     for rank in range(world):
         exact = load(folder / f"network-{world}-{rank}-none.pt")
         lossy = load(folder / f"network-{world}-{rank}-bf16.pt")
-        apart = [
+        distances = [
             float(
                 sum((lossy[at][name] - exact[at][name]).double().square().sum() for name in exact[at])
                 / sum(item.double().square().sum() for item in exact[at].values())
@@ -144,13 +129,13 @@ def test_compression_says_what_it_loses(world: int) -> None:
             for at in range(3)
         ]
         # Each term is rounded to 8 bits, by at most 2^-9 of itself, and so is each sum of them.
-        assert all(2.0**-12 < value < 2.0**-7 for value in apart)
+        assert all(2.0**-12 < value < 2.0**-7 for value in distances)
         errors = [
             fields["error"]
             for kind, fields in results[world, rank]["networks"]["bf16"]["said"]
             if kind == "gradient_compression"
         ]
-        assert errors == [pytest.approx(apart[0], rel=1e-4)]
+        assert errors == [pytest.approx(distances[0], rel=1e-4)]
         for at in range(3):
             assert all(torch.equal(lossy[at][name], first[at][name]) for name in first[at])
 
@@ -158,11 +143,11 @@ def test_compression_says_what_it_loses(world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_small_tensors_are_added_up_together(world: int) -> None:
     results, folder = on_workers()
-    # Two large ones, of which one lies crosswise and goes with the small ones, of its type; and one of another type.
+    # Two large tensors, one of them not contiguous, so that it is sent with the small ones; and one of another dtype.
     assert [results[world, rank]["added"] for rank in range(world)] == [3] * world
     ranks = sum(range(world))
     expected = [torch.full((number, 3), float(ranks + world * number)) for number in range(40)]
-    large = torch.arange(2.0 * transport.MIN_SEPARATE_ELEMENTS).view(-1, 2) * (ranks + world)
+    large = torch.arange(2.0 * collectives.MIN_SEPARATE_ELEMENTS).view(-1, 2) * (ranks + world)
     for rank in range(world):
         actual = load(folder / f"added-{world}-{rank}.pt")
         for item, other in zip(actual, [*expected, expected[7].double(), large, large.t()], strict=True):
@@ -181,11 +166,11 @@ def test_an_exchange_says_what_it_cost(world: int) -> None:
 def test_an_error_is_measured_once_and_not_of_zeros(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/alone", rank=0, world_size=1)
     try:
-        actual = transport.CompressionErrorProbe(1, torch.bfloat16)
+        actual = collectives.CompressionErrorProbe(1, torch.bfloat16)
         assert not actual.mean(torch.zeros(5)).any()
         assert actual.pop_error() is None
-        given = torch.tensor([1.0, 2.0 + 2.0**-7])  # halfway between two numbers of bf16: to the even one
-        assert actual.mean(given).tolist() == [1.0, 2.0]
+        tensors = torch.tensor([1.0, 2.0 + 2.0**-7])  # halfway between two numbers of bf16: to the even one
+        assert actual.mean(tensors).tolist() == [1.0, 2.0]
         assert actual.pop_error() == pytest.approx(2.0**-7 / (1 + (2 + 2.0**-7) ** 2) ** 0.5)
         assert actual.pop_error() is None
         actual.mean(torch.ones(5))
@@ -197,7 +182,7 @@ def test_an_error_is_measured_once_and_not_of_zeros(tmp_path: Path) -> None:
 def _killed(rank: int, folder: Path) -> None:
     """Three workers exchange for ever; the last one dies in its third exchange."""
     joined(rank, 3, folder)
-    instance = transport.ProcessGroupTransport(3)
+    instance = collectives.ProcessGroupTransport(3)
     for number in range(1_000_000):
         if rank == 2 and number == 2:
             instance.start_mean(torch.ones(500_000))

@@ -1,11 +1,7 @@
 """Runs with the optimizer's state in shares: the same checkpoints, bit for bit, also resumed."""
 
-import atexit
 import json
-import shutil
-from functools import lru_cache
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any
 
 import pytest
@@ -14,9 +10,9 @@ import torch.distributed as dist
 
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.config import Recipe, load_config
-from rtrain.parallel import factory, zero
+from rtrain.parallel import layout, zero
 from rtrain.trainer import optimizers
-from tests.support.workers import joined, run
+from tests.support.workers import joined, load_results, once, run
 from tests.unit.parallel.test_transport import Network
 from tests.unit.trainer import test_trainer
 
@@ -78,8 +74,7 @@ def recipe(**train: Any) -> Recipe:
 
 
 def _bytes(world: int, rank: int) -> dict[str, Any]:
-    """Bytes of state: what is said, what a worker has after an update, and what rank 0 has inside
-    `gather_full_tensors`."""
+    """Bytes of state: logged, on a worker after a step, and on rank 0 inside `gather_full_tensors`."""
     torch.manual_seed(5)  # as all workers of a run do
     network = Network()
     network.layers[3].requires_grad_(False)
@@ -88,7 +83,7 @@ def _bytes(world: int, rank: int) -> dict[str, Any]:
     def say(kind: str, **fields: Any) -> None:
         message.extend([fields["state_bytes"]] if kind == "optimizer_sharding" else [])
 
-    exchange = factory.build_strategy(network, recipe(**SHARDED).train, log_event=say)
+    exchange = layout.build_strategy(network, recipe(**SHARDED).train, log_event=say)
     optimizer = optimizers.build_run_optimizer(exchange, recipe(**SHARDED))
     other = Network()
     other.load_state_dict(network.state_dict())
@@ -127,24 +122,11 @@ def _size(optimizer: torch.optim.Optimizer) -> int:
 Results = tuple[dict[tuple[int, int], dict[str, Any]], Path]
 
 
-@lru_cache(maxsize=1)
-def _ran_once() -> Results | Exception:
-    folder = Path(mkdtemp(prefix="rtrain-sharded-"))
-    atexit.register(shutil.rmtree, folder)
-    try:
-        test_trainer.make_ground(folder / "ground")
-        run(_worker, (folder,), max(WORLDS), within=400.0)
-    except Exception as error:
-        return error
-    places = [(world, rank) for world in WORLDS for rank in range(world)]
-    return {(world, rank): json.loads((folder / f"{world}-{rank}.json").read_text()) for world, rank in places}, folder
-
-
-def on_workers() -> Results:
-    actual = _ran_once()
-    if isinstance(actual, Exception):
-        raise actual
-    return actual
+@once("rtrain-sharded-")
+def on_workers(folder: Path) -> Results:
+    test_trainer.make_ground(folder / "ground")
+    run(_worker, (folder,), max(WORLDS), within=400.0)
+    return load_results(folder, WORLDS), folder
 
 
 def checkpoints(folder: Path, world: int, name: str) -> list[dict[str, str]]:
@@ -217,7 +199,7 @@ def test_the_largest_goes_to_whoever_has_least(sizes: list[int], world: int, exp
 
 def test_one_worker_has_the_whole_optimizer() -> None:
     network = Network()
-    exchange = factory.build_strategy(network, recipe(**SHARDED).train)
+    exchange = layout.build_strategy(network, recipe(**SHARDED).train)
     optimizer = optimizers.build_run_optimizer(exchange, recipe(**SHARDED))
     assert type(optimizer) is torch.optim.AdamW
     assert [group["betas"] for group in optimizer.param_groups] == [(0.9, 0.999**8)] * 2

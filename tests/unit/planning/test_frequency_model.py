@@ -8,15 +8,19 @@ import pytest
 from rtrain.config import load_config
 from rtrain.core.errors import UserError
 from rtrain.parallel.gradient_noise import NoiseScale
-from rtrain.planning import frequency_model
-from rtrain.planning.frequency_model import (
+from rtrain.planning.throughput import (
+    SEARCH_FREQUENCIES,
     CalibrationRun,
+    ComputeTime,
     FrequencyOption,
+    batch_size_prior,
     best_option,
     calibration_from_log,
+    evaluate_log,
+    fit_compute_time,
     frequency_options,
+    median_step_s,
 )
-from rtrain.planning.throughput import ComputeTime
 
 
 def pilot(scale: float, exchange_s: float = 0.0, **more: Any) -> CalibrationRun:
@@ -39,57 +43,44 @@ def test_time_is_updates_by_their_seconds() -> None:
     )
 
 
-def test_noise_asks_for_large_updates_where_the_step_is_dear() -> None:
-    compute = ComputeTime(0.5, 0.1)
-    chosen_by = [
-        best_option(frequency_options(pilot(scale), compute)).aggregation_frequency for scale in (1.0, 100.0, 10_000.0)
-    ]
-    assert chosen_by == sorted(chosen_by)
-    assert (chosen_by[0], chosen_by[-1]) == (1, 8)
-
-
-def test_a_slow_exchange_asks_for_fewer_of_them() -> None:
-    quick, slow = (
-        best_option(frequency_options(pilot(200.0), ComputeTime(seconds, 0.1))).aggregation_frequency
-        for seconds in (0.0, 1.0)
-    )
-    assert quick < slow
-
-
-def test_of_equal_times_the_smaller_updates_are_taken() -> None:
-    """Nothing but noise: all frequencies take as long to a hundredth."""
-    assert best_option(frequency_options(pilot(1e9), ComputeTime(0.0, 0.1))).aggregation_frequency == 1
-
-
-def test_the_noise_scale_of_a_beginning_is_taken_for_the_upper_end_of_its_interval() -> None:
-    """Noise of 150 rows, up to 300: passes of 0.03 s, and 0.08 s beside them."""
-    compute = ComputeTime(0.08, 0.03)
-    assert best_option(frequency_options(pilot(150.0, high=300.0), compute)).aggregation_frequency == 8
-    assert best_option(frequency_options(pilot(150.0, high=None), compute)).aggregation_frequency == 4
-
-
-def test_an_open_interval_has_no_upper_time() -> None:
-    assert {
-        frequency_option.relative_time_high
-        for frequency_option in frequency_options(pilot(100.0, high=None), ComputeTime(0.1, 0.2))
-    } == {None}
+@pytest.mark.parametrize(
+    ("scale", "high", "overhead_s", "micro_batch_s", "k"),
+    [
+        # Noise asks for large updates where the step is dear.
+        (1.0, 2.0, 0.5, 0.1, 1),
+        (10_000.0, 20_000.0, 0.5, 0.1, 8),
+        # A slow exchange asks for fewer of them.
+        (200.0, 400.0, 0.0, 0.1, 1),
+        (200.0, 400.0, 1.0, 0.1, 8),
+        (1e9, 2e9, 0.0, 0.1, 1),  # nothing but noise: of equal times the smaller updates are taken
+        # The noise scale of a beginning is taken for the upper end of its interval, if there is one.
+        (150.0, 300.0, 0.08, 0.03, 8),
+        (150.0, None, 0.08, 0.03, 4),
+    ],
+)
+def test_the_frequency_that_trains_soonest(
+    scale: float, high: float | None, overhead_s: float, micro_batch_s: float, k: int
+) -> None:
+    options = frequency_options(pilot(scale, high=high), ComputeTime(overhead_s, micro_batch_s))
+    assert best_option(options).aggregation_frequency == k
+    assert (None in {option.relative_time_high for option in options}) == (high is None)
 
 
 def test_passes_are_what_is_forward_and_backward() -> None:
-    compute_time = frequency_model.fit_compute_time(replace(pilot(100.0, exchange_s=0.2), compute_s=0.6), 180e6, 18e9)
+    compute_time = fit_compute_time(replace(pilot(100.0, exchange_s=0.2), compute_s=0.6), 180e6, 18e9)
     assert compute_time.overhead_s == pytest.approx(0.4)
     assert compute_time.micro_batch_s == pytest.approx(0.15)
 
 
 def test_on_a_gpu_the_step_is_foretold_by_the_weights() -> None:
     """1 s of 4 passes: 0.2 s exchange, a step of 7 x 180 MB at 18 GB/s, and the passes have the rest."""
-    compute_time = frequency_model.fit_compute_time(pilot(100.0, exchange_s=0.2), 180e6, 18e9)
+    compute_time = fit_compute_time(pilot(100.0, exchange_s=0.2), 180e6, 18e9)
     assert compute_time.overhead_s == pytest.approx(0.27)
     assert compute_time.micro_batch_s == pytest.approx((1.0 - 0.2 - 0.07) / 4)
 
 
 def test_updates_of_another_frequency_tell_what_passes_take() -> None:
-    compute_time = frequency_model.fit_compute_time(replace(pilot(100.0), compute_s=0.9), 1.0, 1.0, (1.0, 0.4))
+    compute_time = fit_compute_time(replace(pilot(100.0), compute_s=0.9), 1.0, 1.0, (1.0, 0.4))
     assert compute_time.overhead_s == pytest.approx(0.2)
     assert compute_time.micro_batch_s == pytest.approx(0.2)
 
@@ -119,10 +110,10 @@ def test_a_pilot_s_update_is_the_median_of_those_that_measure_nothing() -> None:
         if number % 2 == 0:
             log.append({"kind": "noise", "step": number})
     ended = {"kind": "trained", "steps": 8, "seconds": {"train": clock}}
-    assert frequency_model.median_step_s([*log, ended]) == 1.0
+    assert median_step_s([*log, ended]) == 1.0
     every_one_measures = [event for event in log if event.get("step") not in (3, 5, 7)]
-    assert frequency_model.median_step_s([*every_one_measures, ended]) == pytest.approx(1.25)
-    assert frequency_model.median_step_s([log[0], ended]) == clock / 8
+    assert median_step_s([*every_one_measures, ended]) == pytest.approx(1.25)
+    assert median_step_s([log[0], ended]) == clock / 8
 
 
 def test_stages_tell_a_pilot_s_passes_but_not_on_a_gpu() -> None:
@@ -144,7 +135,7 @@ def test_stages_tell_a_pilot_s_passes_but_not_on_a_gpu() -> None:
 def test_a_pilot_s_step_is_foretold_by_the_memory_of_its_device(device: str, shifted: float) -> None:
     """440 MB of weights, moved seven times per step, and steps of 0.5 s with 0.1 s of all-reduce: the rest is
     micro-batch time, and k = 8 has twice as much. An unknown GPU counts as an A10G."""
-    _, options = frequency_model.evaluate_log([{**LOG[0], "device": device}, *LOG[1:]], RECIPE, 440e6)
+    _, options = evaluate_log([{**LOG[0], "device": device}, *LOG[1:]], RECIPE, 440e6)
     assert by_k(options)[8].step_s == pytest.approx(0.5 + (0.5 - 0.1 - 7 * 440e6 / shifted))
 
 
@@ -190,15 +181,15 @@ MOST_ROWS = 110
 
 def test_a_search_tries_no_update_that_costs_more_than_it_gains() -> None:
     """Noise of 106 rows; passes of 0.11 s, and 0.1 s beside them."""
-    _, options = frequency_model.evaluate_log(LOG, RECIPE, 1.0, frequency_model.SEARCH_FREQUENCIES)
-    prior = frequency_model.batch_size_prior(LOG, RECIPE, 1.0)
+    _, options = evaluate_log(LOG, RECIPE, 1.0, SEARCH_FREQUENCIES)
+    prior = batch_size_prior(LOG, RECIPE, 1.0)
     assert prior is not None
     worth = [
         option.global_batch_size
         for option in options
         if option.relative_time_high is not None and option.relative_time_high <= 1.1
     ]
-    assert prior.best_batch_size == frequency_model.best_option(options).global_batch_size
+    assert prior.best_batch_size == best_option(options).global_batch_size
     assert prior.best_batch_size <= prior.max_batch_size
     assert prior.max_batch_size == min(max(worth), MOST_ROWS) < max(option.global_batch_size for option in options)
 
@@ -206,11 +197,11 @@ def test_a_search_tries_no_update_that_costs_more_than_it_gains() -> None:
 def test_a_cap_is_the_noise_scale_s_where_the_clock_asks_for_more() -> None:
     """The exchange is nearly all of an update."""
     slow = [*LOG[:-1], {**LOG[-1], "gradient_sync": {"seconds": 0.49, "bytes": 1}}]
-    prior = frequency_model.batch_size_prior(slow, RECIPE, 1.0)
+    prior = batch_size_prior(slow, RECIPE, 1.0)
     assert prior is not None
     assert prior.max_batch_size == MOST_ROWS
 
 
 def test_a_search_is_told_nothing_before_its_first_trial_tells_enough() -> None:
-    assert frequency_model.batch_size_prior(LOG[:3], RECIPE, 1.0) is None
-    assert frequency_model.batch_size_prior(LOG[:-1], RECIPE, 1.0) is None
+    assert batch_size_prior(LOG[:3], RECIPE, 1.0) is None
+    assert batch_size_prior(LOG[:-1], RECIPE, 1.0) is None

@@ -13,9 +13,18 @@ import pytest
 from rtrain.config import ModelConfig, Recipe, TrainConfig
 from rtrain.core.ragged import single_window_batch
 from rtrain.parallel.layout import STRATEGIES, ParallelLayout
-from rtrain.planning import memory_fit, memory_needs, memory_trace
-from rtrain.planning.memory_needs import estimate_memory, optimizer_bytes
-from rtrain.planning.memory_trace import TracedMemory
+from rtrain.planning import memory_estimate
+from rtrain.planning.memory_estimate import (
+    ALLOCATOR_OVERHEAD,
+    PROCESS_BYTES,
+    TRIMMED_ALLOCATOR_OVERHEAD,
+    MicroBatchShape,
+    TracedMemory,
+    estimate_memory,
+    initial_probe_sizes,
+    memory_of_layouts,
+    optimizer_bytes,
+)
 from rtrain.tasks import base
 from rtrain.trainer import batch_size
 from rtrain.trainer.batch_size import MIN_TOKENS, MemoryPeak
@@ -43,10 +52,10 @@ def encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_worker_that_is_alone_has_all_of_it() -> None:
-    need = estimate_memory(TRACED, 1, process_bytes=0)
+    need = estimate_memory(TRACED, 1)
     assert (need.weights, need.gradients, need.optimizer) == (420 * MB, 400 * MB, 800 * MB)
-    assert need.activations == pytest.approx(100 * MB * memory_needs.ALLOCATOR_OVERHEAD)
-    assert need.total == pytest.approx(1620 * MB + 100 * MB * memory_needs.ALLOCATOR_OVERHEAD)
+    assert need.activations == pytest.approx(100 * MB * ALLOCATOR_OVERHEAD)
+    assert need.tensor_bytes == pytest.approx(1620 * MB + 100 * MB * ALLOCATOR_OVERHEAD)
 
 
 def test_buckets_of_gradients_are_there_twice_for_a_moment() -> None:
@@ -60,7 +69,7 @@ def test_buckets_of_gradients_are_there_twice_for_a_moment() -> None:
 def test_the_optimizer_steps_with_all_gradients_and_no_activation() -> None:
     """One pass without gradients from before: when activations are most, there are few gradients."""
     early = TracedMemory(100, 420 * MB, 120 * MB, 100 * MB, TRACED.trained_sizes, TRACED.layer_sizes, 120 * MB)
-    assert estimate_memory(early, 1, process_bytes=0).total == pytest.approx((420 + 400 + 800) * MB)
+    assert estimate_memory(early, 1).tensor_bytes == pytest.approx((420 + 400 + 800) * MB)
 
 
 def test_moments_are_those_of_the_worker_with_most() -> None:
@@ -71,14 +80,14 @@ def test_moments_are_those_of_the_worker_with_most() -> None:
 
 
 def test_each_stage_takes_less_than_the_one_before() -> None:
-    totals = [estimate_memory(TRACED, 4, strategy, process_bytes=0, overhead=1.0).total for strategy in STRATEGIES]
+    totals = [estimate_memory(TRACED, 4, strategy, overhead=1.0).tensor_bytes for strategy in STRATEGIES]
     assert totals == sorted(totals, reverse=True)
     # Each of four workers has a quarter of weights and moments; at the end of a micro-batch the weights outside layers,
     # a layer, two copies of the gradients outside layers, and a quarter of all gradients.
     assert totals[-1] == pytest.approx((105 + 200 + 220 + 100 + 440 + 100) * MB)
     # With many activations: the weights outside layers, and three layers.
     many = replace(TRACED, activations=900 * MB)
-    assert estimate_memory(many, 4, "zero3", process_bytes=0, overhead=1.0).total == pytest.approx(
+    assert estimate_memory(many, 4, "zero3", overhead=1.0).tensor_bytes == pytest.approx(
         (105 + 200 + 220 + 300 + 900) * MB
     )
 
@@ -92,7 +101,8 @@ def test_a_second_pass_adds_to_shares_of_gradients_that_are_there() -> None:
 
 
 def test_workers_of_a_node_write_one_checkpoint() -> None:
-    need = estimate_memory(TRACED, 2, writes_checkpoints=True, process_bytes=0)
+    need = estimate_memory(TRACED, 2, writes_checkpoints=True)
+    assert (need.checkpoint, need.process) == ((420 + 800) * MB, PROCESS_BYTES)
     assert need.total_of(3) == 3 * (need.total - 1220 * MB) + 1220 * MB
 
 
@@ -101,17 +111,13 @@ def test_an_unknown_strategy_is_none() -> None:
         estimate_memory(TRACED, 4, "zero4")
 
 
-def test_what_workers_share_and_what_is_saved_is_told_apart() -> None:
-    need = estimate_memory(TRACED, 2, writes_checkpoints=True)
-    assert need.checkpoint == (420 + 800) * MB
-    assert need.process == memory_needs.PROCESS_BYTES
-
-
 # ------------------------------------------------------------------------------------------------------------ the trace
 
 
 def traced(encoder: Path, lengths: list[int], **settings: Any) -> TracedMemory:
-    return memory_trace.trace_micro_batch(encoder, base.get_task("classification"), ModelConfig(), lengths, **settings)
+    return memory_estimate.trace_micro_batch(
+        encoder, base.get_task("classification"), ModelConfig(), lengths, **settings
+    )
 
 
 def test_weights_and_gradients_are_those_of_the_network(encoder: Path) -> None:
@@ -187,7 +193,7 @@ def test_gradients_of_an_only_pass_come_to_be_in_it(encoder: Path) -> None:
 
 
 def test_frozen_weights_have_no_gradient(encoder: Path) -> None:
-    traced_memory = memory_trace.trace_micro_batch(
+    traced_memory = memory_estimate.trace_micro_batch(
         encoder, base.get_task("classification"), ModelConfig(freeze="encoder"), [32] * 8
     )
     assert traced_memory.trained_bytes < 0.2 * traced_memory.weights
@@ -209,11 +215,11 @@ def test_a_trace_takes_no_memory_of_its_own(encoder: Path) -> None:
 @pytest.mark.parametrize(
     ("layout", "workers", "device", "factor"),
     [
-        (ParallelLayout(), 1, "cpu", memory_needs.ALLOCATOR_OVERHEAD),
+        (ParallelLayout(), 1, "cpu", ALLOCATOR_OVERHEAD),
         (ParallelLayout(), 1, "gpu", 1.0),  # its memory is not the C library's
-        (ParallelLayout(gradient_checkpointing=True), 1, "cpu", memory_needs.TRIMMED_ALLOCATOR_OVERHEAD),
-        (ParallelLayout(2), 2, "cpu", memory_needs.TRIMMED_ALLOCATOR_OVERHEAD),
-        (ParallelLayout(tensor_parallel_size=2), 4, "cpu", memory_needs.TRIMMED_ALLOCATOR_OVERHEAD),
+        (ParallelLayout(gradient_checkpointing=True), 1, "cpu", TRIMMED_ALLOCATOR_OVERHEAD),
+        (ParallelLayout(2), 2, "cpu", TRIMMED_ALLOCATOR_OVERHEAD),
+        (ParallelLayout(tensor_parallel_size=2), 4, "cpu", TRIMMED_ALLOCATOR_OVERHEAD),
         (ParallelLayout(tensor_parallel_size=2), 4, "gpu", 1.0),
     ],
 )
@@ -221,17 +227,15 @@ def test_what_is_held_beside_what_is_alive_depends_on_the_way(
     encoder: Path, monkeypatch: pytest.MonkeyPatch, layout: ParallelLayout, workers: int, device: str, factor: float
 ) -> None:
     """Passes have so many tokens that activations are more than all buckets."""
-    recipe, alive, of_pass = Recipe(name="a", task="classification"), list[int](), memory_trace.trace_micro_batch
+    recipe, alive, of_pass = Recipe(name="a", task="classification"), list[int](), memory_estimate.trace_micro_batch
 
     def looked_at(*arguments: Any, **keywords: Any) -> TracedMemory:
         result = of_pass(*arguments, **keywords)
         alive.append(result.activations)
         return result
 
-    monkeypatch.setattr(memory_trace, "trace_micro_batch", looked_at)
-    [(_, need)] = memory_fit.memory_of_layouts(
-        recipe, encoder, [layout], memory_fit.MicroBatchShape((64,) * 256), workers, device
-    )
+    monkeypatch.setattr(memory_estimate, "trace_micro_batch", looked_at)
+    [(_, need)] = memory_of_layouts(recipe, encoder, [layout], MicroBatchShape((64,) * 256), workers, device)
     assert [need.activations] == pytest.approx([factor * size for size in alive])
 
 
@@ -259,7 +263,7 @@ def test_a_gpu_s_room_says_where_measuring_begins(encoder: Path, monkeypatch: py
     task, result = base.get_task("classification"), []
     for available in (50 * MB, 100 * MB):
         monkeypatch.setattr(batch_size, "available_bytes", lambda network, available=available: available)
-        result.append(memory_trace.initial_probe_sizes(None, encoder, task, recipe, 64, "bf16"))  # type: ignore[arg-type]
+        result.append(initial_probe_sizes(None, encoder, task, recipe, 64, "bf16"))  # type: ignore[arg-type]
     assert MIN_TOKENS <= result[0][0] < result[0][1] < result[1][1]
 
 
@@ -276,17 +280,18 @@ def test_what_cannot_be_traced_is_said_and_measured_at_fixed_sizes(
         return torch.ones(3) if torch.rand(()).item() > 0.5 else torch.zeros(3)
 
     monkeypatch.setattr(step, "forward", looks)
-    with pytest.raises(memory_trace.UntraceableModel):
+    with pytest.raises(memory_estimate.UntraceableModel):
         traced(encoder, [8])
     monkeypatch.setattr(batch_size, "available_bytes", lambda network: 1e9)
     network: Any = None
     recipe, task = config.load_config("intent").recipe, base.get_task("classification")
-    assert memory_trace.initial_probe_sizes(network, encoder, task, recipe, 64, "bf16") == batch_size.PROBE_TOKENS
+    assert initial_probe_sizes(network, encoder, task, recipe, 64, "bf16") == batch_size.PROBE_TOKENS
 
 
 # --------------------------------------------------------------------------------------------------- against processes
 
 MODELS: dict[str, tuple[str, dict[str, int]]] = {
+    "tiny": ("Bert", {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}),
     "minilm6": ("Bert", {"hidden_size": 384, "num_hidden_layers": 6, "intermediate_size": 1536}),
     "minilm12": ("Bert", {"hidden_size": 384, "num_hidden_layers": 12, "intermediate_size": 1536}),
     "bert": ("Bert", {}),
@@ -325,14 +330,14 @@ def foretold(folder: Path, settings: dict[str, Any]) -> float:
     tokens = sum(settings["lengths"])
     train = TrainConfig(workers=workers, max_tokens_per_micro_batch=tokens)
     recipe = Recipe(name="a", task=settings["task"], model=ModelConfig(**settings.get("model", {})), train=train)
-    passes = memory_fit.MicroBatchShape(
+    passes = MicroBatchShape(
         tuple(settings["lengths"]),
         settings.get("precision", "fp32"),
         settings.get("outputs", 2),
         tokens_per_step=float(tokens * settings.get("passes", 1) * workers),
     )
     layout = ParallelLayout(settings.get("zero_stage", 0), settings.get("tensor_parallel_size", 1), recomputed)
-    [(_, need)] = memory_fit.memory_of_layouts(recipe, folder, [layout], passes, workers, "cpu")
+    [(_, need)] = memory_of_layouts(recipe, folder, [layout], passes, workers, "cpu")
     return need.total - need.process - need.checkpoint
 
 
@@ -349,6 +354,7 @@ def make_model(folder: Path, name: str) -> Path:
     import transformers
 
     kind, sizes = MODELS[name]
+    folder.mkdir(exist_ok=True)
     make_tokenizer(folder)
     configuration = getattr(transformers, f"{kind}Config")(**sizes)
     getattr(transformers, f"{kind}Model")(configuration).save_pretrained(folder)
@@ -357,18 +363,7 @@ def make_model(folder: Path, name: str) -> Path:
 
 def test_a_process_takes_what_is_foretold(tmp_path: Path) -> None:
     """A small model, in one process: what its peak is over that of the same process with a tiny one."""
-    import transformers
-
-    folder = tmp_path / "model"
-    folder.mkdir()
-    make_tokenizer(folder)
-    sizes: dict[str, Any] = {
-        "hidden_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "intermediate_size": 512,
-    }
-    transformers.BertModel(transformers.BertConfig(**sizes)).save_pretrained(folder)
+    folder = make_model(tmp_path / "model", "tiny")
     settings = {"task": "classification", "lengths": [256] * 24, "model": {"attention_dropout": 0.0}}
     assert foretold(folder, settings) == pytest.approx(measured(folder, settings), rel=0.15)
 
@@ -378,9 +373,7 @@ def test_a_process_takes_what_is_foretold(tmp_path: Path) -> None:
 def test_models_take_what_is_foretold(tmp_path: Path, name: str, settings: dict[str, Any]) -> None:
     """Weights, gradients, moments and activations, against the peak of fresh processes' resident memory. What holes
     take where freed memory stays is chance: the first shape took 1,670 MB on one day, and 1,542 on another."""
-    folder = tmp_path / "model"
-    folder.mkdir()
-    make_model(folder, name)
+    folder = make_model(tmp_path / "model", name)
     returned = not {"zero_stage", "tensor_parallel_size", "recomputed"}.isdisjoint(settings)
     expected = pytest.approx(measured(folder, settings), rel=0.11 if returned else 0.15)
     assert foretold(folder, settings) == expected
@@ -404,8 +397,8 @@ def test_a_gpu_takes_what_is_foretold(tmp_path: Path, name: str, precision: str)
     for recomputed, peak in zip((False, True), H200[name][precision], strict=True):
         model, task = ModelConfig(pooling="own", attention_dropout=0.0), base.get_task("classification")
         output: dict[str, Any] = {"device": "gpu", "precision": precision, "recomputes_layers": recomputed}
-        traced_memory = memory_trace.trace_micro_batch(
+        traced_memory = memory_estimate.trace_micro_batch(
             tmp_path, task, model, [512] * 32, num_outputs=8, has_gradients=False, **output
         )
-        total = memory_needs.estimate_memory(traced_memory, 1, process_bytes=0.0, overhead=1.0).total
+        total = estimate_memory(traced_memory, 1, overhead=1.0).tensor_bytes
         assert total == pytest.approx(1e9 * peak, rel=0.08, abs=3.5e8)

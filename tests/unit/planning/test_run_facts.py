@@ -10,7 +10,7 @@ import pytest
 from rtrain import config as configuration
 from rtrain.config import ModelConfig
 from rtrain.core.errors import ConfigError, UserError
-from rtrain.models import local_attention
+from rtrain.models import long_texts
 from rtrain.planning import run_facts
 from tests.conftest import labelled_rows, write_rows
 from tests.support.tiny import make_encoder
@@ -125,5 +125,5 @@ def test_attention_that_a_recipe_makes_local_is_so_in_each_layer(tmp_path: Path)
     long, short = np.array([4096]), np.array([64])
     assert full.flops(long) - local.flops(long) == 3 * 4 * 8 * 2 * 4096 * (4096 - 3 * 256)
     assert full.flops(short) == local.flops(short)
-    (tmp_path / "config.json").write_text(json.dumps({**plain, local_attention.CONFIG_KEY: 256}))
+    (tmp_path / "config.json").write_text(json.dumps({**plain, long_texts.CONFIG_KEY: 256}))
     assert run_facts.read_encoder_shape(tmp_path) == local

@@ -10,8 +10,8 @@ from rtrain.cli import app as cli
 from rtrain.config import Config
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.profiling import profile
-from rtrain.profiling.cases import UNCHANGED_ROW, ProfileLength, expand_sweeps
-from rtrain.report.live.phase_timer import PhaseTimer
+from rtrain.profiling.profile import UNCHANGED_ROW, ProfileLength, expand_sweeps
+from rtrain.report import PhaseTimer
 
 LENGTH = ProfileLength(steps=10, warm_up_steps=2)
 
@@ -28,6 +28,8 @@ def test_without_a_sweep_there_is_the_recipe_as_it_stands() -> None:
 
 
 def test_sweeps_are_combined_and_have_short_names() -> None:
+    cpus = [row.config.deploy.cluster.data_cpus for row in expand_sweeps(intent(), ["loader=1,2,4"], LENGTH)]
+    assert cpus == [1, 2, 4]
     rows = expand_sweeps(intent(), ["workers=1,2", "precision=fp32,bf16", "optim.max_grad_norm=null"], LENGTH)
     assert [row.name for row in rows] == [
         f"workers={workers} precision={precision} optim.max_grad_norm=None"
@@ -36,16 +38,6 @@ def test_sweeps_are_combined_and_have_short_names() -> None:
     ]
     assert rows[3].settings == {"train.workers": 2, "train.precision": "bf16", "optim.max_grad_norm": None}
     assert rows[3].config.recipe.optim.max_grad_norm is None
-
-
-def test_loader_and_precision_are_settings_too() -> None:
-    assert [row.config.deploy.cluster.data_cpus for row in expand_sweeps(intent(), ["loader=1,2,4"], LENGTH)] == [
-        1,
-        2,
-        4,
-    ]
-    rows = expand_sweeps(intent(), ["precision=fp32,bf16"], LENGTH)
-    assert [row.config.recipe.train.precision for row in rows] == ["fp32", "bf16"]
 
 
 def test_all_rows_have_the_updates_of_the_recipe_as_it_stands() -> None:
@@ -59,18 +51,15 @@ def test_all_rows_have_the_updates_of_the_recipe_as_it_stands() -> None:
     ] == [9, 7]
 
 
-def test_no_row_leaves_copies_under_the_name_that_rows_of_other_profiles_have() -> None:
-    """The next profile would be refused: the storage holds a run of that name already."""
-    rows = expand_sweeps(intent(**{"cluster.storage": "file:///copies"}), ["workers=1,2"], LENGTH)
-    assert [row.config.deploy.cluster.storage for row in rows] == [None, None]
-
-
-def test_nothing_is_evaluated_and_no_training_ends_while_a_row_is_measured() -> None:
-    for result in expand_sweeps(intent(**{"train.epochs": 1, "train.evaluate_every": 2}), ["workers=1,2"], LENGTH):
-        train = result.config.recipe.train
+def test_nothing_is_evaluated_copied_or_ended_while_a_row_is_measured() -> None:
+    """The next profile would be refused: the storage would hold a run of that name already."""
+    config = intent(**{"train.epochs": 1, "train.evaluate_every": 2, "cluster.storage": "file:///copies"})
+    for row in expand_sweeps(config, ["workers=1,2"], LENGTH):
+        train = row.config.recipe.train
         assert train.epochs > LENGTH.total_steps  # an epoch has an update at least
         assert train.evaluate_every is not None
         assert train.evaluate_every > LENGTH.total_steps
+        assert row.config.deploy.cluster.storage is None
 
 
 @pytest.mark.parametrize(
@@ -86,10 +75,7 @@ def test_nothing_is_evaluated_and_no_training_ends_while_a_row_is_measured() -> 
         (["train.evaluate_every=2"], [("--sweep", "conflicting_settings")]),
         (["cluster.storage=s3://copies"], [("--sweep", "conflicting_settings")]),
         (["workers=1,2,3,4,5,6", "train.micro_batch_size=1,2,3,4,5,6"], [("--sweep", "out_of_range")]),
-        (
-            ["workers", "precision=", "loader=1,1"],
-            [("--sweep", code) for code in ("missing", "missing", "duplicate")],
-        ),
+        (["workers", "precision=", "loader=1,1"], [("--sweep", code) for code in ("missing", "missing", "duplicate")]),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused(sweeps: list[str], expected: list[tuple[str, str]]) -> None:

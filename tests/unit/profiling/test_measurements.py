@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from rtrain.core.errors import UserError
-from rtrain.profiling import measurements, page, profile, tables
-from rtrain.trainer import step_timing
-from rtrain.trainer.step_timing import STEP_PARTS
+from rtrain.parallel import profiler
+from rtrain.parallel.profiler import STEP_PARTS
+from rtrain.profiling import profile, tables
 from tests.support.profiles import LENGTH, document, row, worker
 
 
@@ -46,9 +46,9 @@ def test_a_start_that_was_interrupted_is_no_profile() -> None:
     full = worker()
     part = replace(full, steps=full.steps[3:])
     facts = {key: row()[key] for key in ("name", "settings", "precision", "device", "global_batch_size")}
-    known_values = measurements.ProfiledRunInfo(**facts, order_digest="", save_every=1, run_steps=1)
+    known_values = profile.ProfiledRunInfo(**facts, order_digest="", save_every=1, run_steps=1)
     with pytest.raises(UserError) as error:
-        measurements.summarize_row(known_values, [part], LENGTH)
+        profile.summarize_row(known_values, [part], LENGTH)
     assert error.value.code == "interrupted"
 
 
@@ -77,7 +77,7 @@ def test_rows_that_differ_otherwise_are_no_scaling() -> None:
 def test_the_terminal_shows_every_part_that_took_time() -> None:
     text = tables.format_profile(document(row(1), row(2)))
     head = next(line for line in text.splitlines() if line.startswith("row ") and "worker" in line)
-    sync = tables.part_label(step_timing.GRADIENT_SYNC)
+    sync = tables.part_label(profiler.GRADIENT_SYNC)
     shown = f"row worker get batch forward backward {sync} optimizer idle step hidden cores busy"
     assert " ".join(head.split()) == shown
     assert "2 cores of a processor, whose load was 0.5 and 2.5 before and after" in text
@@ -102,7 +102,7 @@ class Words(HTMLParser):
 
 def test_the_page_has_a_bar_of_parts_for_each_worker() -> None:
     words = Words()
-    words.feed(page.render_profile(document(row(1), row(2))))
+    words.feed(tables.render_profile(document(row(1), row(2))))
     text = " ".join(words.data)
     assert "workers=2, worker 1, forward: 30, 30.0 %" in text
     assert all(name in text for name in ("Where the time goes", "Scaling", "get batch"))
@@ -117,7 +117,7 @@ def test_two_profiles_stand_on_one_page_on_one_scale() -> None:
     assert result["forward"] == ("30.0", "60.0", "2.00")
     assert result["step"] == ("100.0", "200.0", "2.00")
     words = Words()
-    words.feed(page.render_comparison(documents, ["one", "other"]))
+    words.feed(tables.render_comparison(documents, ["one", "other"]))
     text = " ".join(words.data)
     assert "one: workers=1, worker 0, forward: 30, 30.0 %" in text
     assert "other: workers=1, worker 0, forward: 60, 30.0 %" in text
@@ -128,7 +128,7 @@ def test_rows_that_have_none_beside_them_are_told() -> None:
     (note,) = tables.unpaired_notes(documents, ["one", "other"])
     assert tables.unpaired_notes([documents[1], documents[1]], ["one", "other"]) == []
     words = Words()
-    words.feed(page.render_comparison(documents, ["one", "other"]))
+    words.feed(tables.render_comparison(documents, ["one", "other"]))
     assert note in " ".join(words.data)
 
 

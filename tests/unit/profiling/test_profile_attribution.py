@@ -5,7 +5,6 @@ The delay is minutes of the worker's clock only: the noise of a busy machine is 
 
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +17,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from rtrain.checkpoint.saver import CheckpointSaver
 from rtrain.config import TrainConfig
 from rtrain.data.stream import plan_worker_batch
-from rtrain.parallel import data_parallel, factory
+from rtrain.parallel import layout, profiler
+from rtrain.parallel.base import Strategy
+from rtrain.parallel.collectives import ProcessGroupTransport
 from rtrain.parallel.ddp import DDPStrategy
-from rtrain.parallel.timeline import Timeline
-from rtrain.parallel.transport import ProcessGroupTransport
-from rtrain.profiling import measurements
-from rtrain.trainer import step, step_timing, trainer
-from rtrain.trainer.evaluate import evaluate
-from rtrain.trainer.profiler import StepProfiler
-from rtrain.trainer.step_timing import STEP_PARTS
-from tests.unit.trainer import test_trainer
+from rtrain.parallel.profiler import STEP_PARTS
+from rtrain.profiling import profile
+from rtrain.trainer import evaluate, step
 from tests.unit.trainer.test_step import LOSS, make_network, make_rows, make_still_encoder, pick
 from tests.unit.trainer.test_trainer import UPDATES, make_ground, start
 
@@ -59,42 +55,46 @@ class Ahead:
 
         return late
 
-
-def delay(stage: str, clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each time that the stage does its work, its clock goes ahead."""
-    if stage == step_timing.GET_BATCH:
-        monkeypatch.setattr(test_trainer, "plan_worker_batch", clock.delayed(plan_worker_batch))
-    elif stage == step_timing.FORWARD:
-        monkeypatch.setattr(step, "forward", clock.delayed(step.forward))
-    elif stage == step_timing.BACKWARD:
-        monkeypatch.setattr(torch.Tensor, "backward", clock.delayed(torch.Tensor.backward))
-    elif stage == step_timing.OPTIMIZER:
-        monkeypatch.setattr(torch.optim.AdamW, "step", clock.delayed(torch.optim.AdamW.step))
-    elif stage == step_timing.EVALUATE:
-        monkeypatch.setattr(trainer, "evaluate", clock.delayed(evaluate))
-    else:
-        monkeypatch.setattr(CheckpointSaver, "save", clock.delayed(CheckpointSaver.save))
+    def delay(self, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
+        """Set the clock ahead at each call of the function `name` of `owner`."""
+        monkeypatch.setattr(owner, name, self.delayed(getattr(owner, name)))
 
 
-@pytest.mark.parametrize("stage", step_timing.STAGES)
+WORK: dict[str, tuple[Any, str]] = {
+    profiler.FORWARD: (step, "forward"),
+    profiler.BACKWARD: (torch.Tensor, "backward"),
+    profiler.OPTIMIZER: (torch.optim.AdamW, "step"),
+    profiler.EVALUATE: (evaluate, "score_rows"),
+    profiler.CHECKPOINT: (CheckpointSaver, "save"),
+}
+"""The function that does a stage's work, by its owner; batches come from the test itself."""
+
+
+@pytest.mark.parametrize("stage", profiler.STAGES)
 def test_a_delay_in_a_stage_is_that_stages_and_no_others(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
-    clock, saved = Ahead(), tmp_path / "profile.json"
-    monkeypatch.setattr(data_parallel, "Timeline", partial(Timeline, clock))
-    monkeypatch.setattr(trainer, "StepProfiler", lambda exchange, path: StepProfiler(exchange, saved))
-    delay(stage, clock, monkeypatch)
-    ran = start(ground, tmp_path / "run", save_every=2)
+    """Each time that the stage does its work, its clock goes ahead."""
+    clock, saved, plan = Ahead(), tmp_path / "profile.json", plan_worker_batch
+    if stage == profiler.GET_BATCH:
+        plan = clock.delayed(plan)
+    else:
+        clock.delay(monkeypatch, *WORK[stage])
+    ran = start(ground, tmp_path / "run", save_every=2, now=clock, plan=plan, profile=saved)
     injected = clock.delays * DELAY
     assert clock.delays >= UPDATES // 2
-    worker = measurements.read_worker(saved)
-    assert [step.window.step_number for step in worker.steps] == list(range(UPDATES))
+    worker = profile.read_worker(saved)
+    windows = [update.window for update in worker.steps]
+    assert [window.step_number for window in windows] == list(range(UPDATES))
+    # Updates follow each other without a gap, whatever is done between two steps.
+    assert [window.stop for window in windows[:-1]] == [window.start for window in windows[1:]]
+    assert all(window.start <= span.start <= span.stop <= window.stop for window in windows for span in window.spans)
     result = dict.fromkeys(STEP_PARTS, 0)
-    for update in worker.steps:
-        own_part = step_timing.break_down(update.window).nanoseconds
-        assert sum(own_part.values()) == update.window.wall
+    for window in windows:
+        own_part = profiler.break_down(window).nanoseconds
+        assert sum(own_part.values()) == window.wall
         result = {name: result[name] + own_part[name] for name in STEP_PARTS}
-    outside = (stage == step_timing.EVALUATE) * DELAY  # the test rows are scored after the last update
+    outside = (stage == profiler.EVALUATE) * DELAY  # the test rows are scored after the last update
     expected = {name: injected - outside if name == stage else 0 for name in STEP_PARTS}
     assert {name: result[name] / injected for name in STEP_PARTS} == pytest.approx(
         {name: value / injected for name, value in expected.items()}, abs=WITHIN
@@ -103,17 +103,6 @@ def test_a_delay_in_a_stage_is_that_stages_and_no_others(
     (mean,) = output["stages"]
     share = {name: mean[name] / sum(mean[part] for part in STEP_PARTS) for name in STEP_PARTS}
     assert share == pytest.approx({name: float(name == stage) for name in STEP_PARTS}, abs=WITHIN)
-
-
-def test_updates_follow_each_other_without_a_gap(ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that the updates of a start add up to its time, whatever is done between two steps."""
-    monkeypatch.setattr(
-        trainer, "StepProfiler", lambda exchange, path: StepProfiler(exchange, tmp_path / "profile.json")
-    )
-    start(ground, tmp_path / "run")
-    windows = [step.window for step in measurements.read_worker(tmp_path / "profile.json").steps]
-    assert [window.stop for window in windows[:-1]] == [window.start for window in windows[1:]]
-    assert all(window.start <= span.start <= span.stop <= window.stop for window in windows for span in window.spans)
 
 
 # --------------------------------------------------------------------------------------------------------- an exchange
@@ -129,11 +118,6 @@ def two_workers() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def starts_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The worker stands still to start sending."""
-    monkeypatch.setattr(ProcessGroupTransport, "start_mean", clock.delayed(ProcessGroupTransport.start_mean))
-
-
 def arrives_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     """The all-reduce takes long, and no computation is left."""
     start = ProcessGroupTransport.start_mean
@@ -141,12 +125,30 @@ def arrives_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ProcessGroupTransport, "start_mean", lambda by, flat: start(by, flat).then(late))
 
 
-def counts_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The workers add their counts, and another one is late."""
-    monkeypatch.setattr(dist, "all_reduce", clock.delayed(dist.all_reduce))
+def delayed_step(exchange: Strategy, clock: Ahead) -> tuple[profiler.StepWindow, dict[str, float]]:
+    """A step of two micro-batches: its window, and its parts over all delays."""
+    exchange.timeline.now = clock
+    optimizer, rows = torch.optim.SGD(exchange.module.parameters(), lr=0.0), make_rows(8)
+    exchange.timeline.pop_spans()
+    started_at = clock()
+    step.StepRunner(exchange, optimizer, LOSS, pad_id=0).run_step([pick(rows, [0, 1, 2]), pick(rows, [3, 4])])
+    window = profiler.StepWindow(0, started_at, clock(), tuple(exchange.timeline.pop_spans()))
+    parts = profiler.break_down(window).nanoseconds
+    return window, {name: value / (clock.delays * DELAY) for name, value in parts.items()}
 
 
-@pytest.mark.parametrize("inject", [starts_late, arrives_late, counts_late])
+SYNC_ALONE = {name: float(name == profiler.GRADIENT_SYNC) for name in STEP_PARTS}
+
+
+@pytest.mark.parametrize(
+    "inject",
+    [
+        lambda clock, patch: clock.delay(patch, ProcessGroupTransport, "start_mean"),  # the worker waits to start it
+        arrives_late,
+        lambda clock, patch: clock.delay(patch, dist, "all_reduce"),  # another worker is late with its counts
+    ],
+    ids=["starts late", "arrives late", "counts late"],
+)
 def test_a_delay_in_an_exchange_is_the_exchanges(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -154,68 +156,37 @@ def test_a_delay_in_an_exchange_is_the_exchanges(
     inject: Callable[[Ahead, pytest.MonkeyPatch], None],
 ) -> None:
     clock = Ahead()
-    network = make_network(make_still_encoder(tmp_path))
-    exchange = DDPStrategy(network, touched_rows=False)
-    exchange.timeline.now = clock
+    exchange = DDPStrategy(make_network(make_still_encoder(tmp_path)), touched_rows=False)
     inject(clock, monkeypatch)
-    optimizer = torch.optim.SGD(network.parameters(), lr=1e-3)
-    rows = make_rows(8)
-    exchange.timeline.pop_spans()
-    started_at = clock()
-    step.run_step(exchange, optimizer, LOSS, [pick(rows, [0, 1, 2]), pick(rows, [3, 4])], pad_id=0)
-    window = step_timing.StepWindow(0, started_at, clock(), tuple(exchange.timeline.pop_spans()))
+    window, result = delayed_step(exchange, clock)
     assert clock.delays > 0
     assert {span.kind for span in window.spans} >= {"forward", "backward", "optimizer", "comm_wait", "comm_async"}
-    result = {
-        name: value / (clock.delays * DELAY) for name, value in step_timing.break_down(window).nanoseconds.items()
-    }
-    assert result == pytest.approx({name: float(name == "gradient_sync") for name in STEP_PARTS}, abs=WITHIN)
-
-
-def gathers_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another worker is late with its share of a layer's weights."""
-    monkeypatch.setattr(dist, "all_gather_single", clock.delayed(dist.all_gather_single))
-
-
-def shares_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another worker is late with its gradient of a layer."""
-    monkeypatch.setattr(dist, "reduce_scatter_single", clock.delayed(dist.reduce_scatter_single))
-
-
-def sums_late(clock: Ahead, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another worker of the replica is late with its part of a layer's answer."""
-    monkeypatch.setattr(collectives, "wait_tensor", clock.delayed(collectives.wait_tensor))
+    assert result == pytest.approx(SYNC_ALONE, abs=WITHIN)
 
 
 @pytest.mark.parametrize(
-    ("train", "inject", "minimum"),
+    ("train", "owner", "name", "minimum"),
     [
-        ({"zero_stage": 3}, gathers_late, 10),  # two micro-batches: each gathers two layers twice, and the rest
-        ({"zero_stage": 2}, shares_late, 6),
-        ({"zero_stage": 3}, shares_late, 6),
-        ({"tensor_parallel_size": 2}, sums_late, 16),  # two passes with four sums of each of two layers
+        # A layer's weights are late. Two micro-batches: each gathers two layers twice, and the rest.
+        ({"zero_stage": 3}, dist, "all_gather_single", 10),
+        ({"zero_stage": 2}, dist, "reduce_scatter_single", 6),  # a layer's gradient is late
+        ({"zero_stage": 3}, dist, "reduce_scatter_single", 6),
+        ({"tensor_parallel_size": 2}, collectives, "wait_tensor", 16),  # two passes, four sums of each of two layers
     ],
 )
 def test_a_delay_in_what_parts_of_a_model_send_is_the_exchanges(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     two_workers: None,
-    train: dict[str, int],
-    inject: Callable[[Ahead, pytest.MonkeyPatch], None],
+    train: dict[str, Any],
+    owner: Any,
+    name: str,
     minimum: int,
 ) -> None:
     """It happens inside of forward and backward passes."""
     clock, network = Ahead(), make_network(make_still_encoder(tmp_path))
-    exchange = factory.build_strategy(network, TrainConfig(workers=2, **train))  # type: ignore[arg-type]
-    exchange.timeline.now = clock
-    inject(clock, monkeypatch)
-    optimizer, rows = torch.optim.SGD(network.parameters(), lr=0.0), make_rows(8)
-    exchange.timeline.pop_spans()
-    started_at = clock()
-    step.run_step(exchange, optimizer, LOSS, [pick(rows, [0, 1, 2]), pick(rows, [3, 4])], pad_id=0)
-    window = step_timing.StepWindow(0, started_at, clock(), tuple(exchange.timeline.pop_spans()))
+    clock.delay(monkeypatch, owner, name)
+    exchange = layout.build_strategy(network, TrainConfig(workers=2, **train))
+    _, result = delayed_step(exchange, clock)
     assert clock.delays >= minimum
-    result = {
-        name: value / (clock.delays * DELAY) for name, value in step_timing.break_down(window).nanoseconds.items()
-    }
-    assert result == pytest.approx({name: float(name == "gradient_sync") for name in STEP_PARTS}, abs=WITHIN)
+    assert result == pytest.approx(SYNC_ALONE, abs=WITHIN)

@@ -8,8 +8,8 @@ import pytest
 from rtrain.core import events
 from rtrain.core.run_folder import Run
 from rtrain.report import collect, summary
-from rtrain.report.drawing.blocks import Figure, Table
-from rtrain.report.sections import timing
+from rtrain.report.page import Figure, Table
+from rtrain.report.sections import run_details
 from tests.support.reports import STAGES, make_run
 
 
@@ -27,7 +27,7 @@ def test_the_summary_has_the_mean_update_of_each_worker_and_the_cost(finished: R
 
 
 def test_the_report_draws_them(finished: Run) -> None:
-    blocks = timing.build_section(collect.read_run_data(finished)).blocks
+    blocks = run_details.build_timing_section(collect.read_run_data(finished)).blocks
     (figure,) = (block for block in blocks if isinstance(block, Figure) and block.title.startswith("Parts of a step"))
     assert "worker 1, backward: 50, 50.0 %" in figure.chart
     assert "evaluate" not in figure.chart
@@ -48,5 +48,5 @@ def test_a_run_of_an_earlier_version_has_neither(tmp_path: Path) -> None:
         events.append_event(run.folder, event.pop("kind"), **{name: event[name] for name in event if name != "time"})
     known_values = collect.read_run_data(Run(run.folder))
     assert (known_values.summary["stages"], known_values.summary["cost"]) == (None, None)
-    titles = [getattr(block, "title", "") for block in timing.build_section(known_values).blocks]
+    titles = [getattr(block, "title", "") for block in run_details.build_timing_section(known_values).blocks]
     assert not {"Cost", "Parts of a step by worker"} & set(titles)

@@ -21,13 +21,12 @@ from rtrain.core import engines
 from rtrain.core.errors import ConfigError
 from rtrain.core.ragged import Floats, Head, RaggedArray, collate
 from rtrain.data.store.store import Store
-from rtrain.inference import artifact
+from rtrain.inference import artifact, explainer
 from rtrain.inference.batch import predict_files
-from rtrain.inference.explain import targets
 from rtrain.inference.predictor import Predictor, compute_golden_logits
-from rtrain.metrics import registry, scores
+from rtrain.metrics import classes, registry, scores
+from rtrain.metrics.bootstrap import SumMetric, combine_metrics, ratio
 from rtrain.metrics.registry import METRICS, Metric, get_metric
-from rtrain.metrics.sums import SumMetric, combine_metrics, ratio
 from rtrain.tasks import base
 from rtrain.tasks.encode import load_tokenizer
 from serve.app import build_app
@@ -90,7 +89,7 @@ def added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (folder / "yes_no.py").write_text(EXAMPLE[1])
     monkeypatch.setattr(rtrain.tasks, "__path__", [*rtrain.tasks.__path__, str(folder)])
     monkeypatch.setattr(recipe, "TASKS", (*recipe.TASKS, "yes_no"))
-    metric = Metric("accuracy", registry.make_classes_metric)
+    metric = Metric("accuracy", classes.make_classes_metric)
     monkeypatch.setattr(registry, "METRICS", {**METRICS, "verdict": metric})
     return "yes_no"
 
@@ -146,7 +145,7 @@ def test_an_added_task_answers_requests(added: str, tmp_path: Path) -> None:
         {"name": "answer", "datatype": "BYTES", "shape": [1], "data": [f'{{"verdict": {verdict}}}']}
     ]
     with refused("not_explainable"):
-        targets.check_explainable(predictor.task)
+        explainer.check_explainable(predictor.task)
 
 
 def test_an_added_task_answers_rows_of_files(added: str, tmp_path: Path) -> None:
@@ -253,9 +252,7 @@ def worst_class(outcomes: RaggedArray, wanted: RaggedArray, head: Head) -> SumMe
 
 def test_an_added_metric_is_measured_with_its_interval(monkeypatch: pytest.MonkeyPatch) -> None:
     def additive(outcomes: RaggedArray, wanted: RaggedArray, head: Head) -> SumMetric:
-        return combine_metrics(
-            registry.make_classes_metric(outcomes, wanted, head), worst_class(outcomes, wanted, head)
-        )
+        return combine_metrics(classes.make_classes_metric(outcomes, wanted, head), worst_class(outcomes, wanted, head))
 
     metric = METRICS["classes"]._replace(make_sum_metric=additive)
     monkeypatch.setattr(registry, "METRICS", {**METRICS, "classes": metric})

@@ -25,7 +25,7 @@ from rtrain.config import reference
 from tests.support.root import ROOT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-README_LINES = 130
+README_LINES = 110
 SLOW = ("a minute", "minutes")
 NEEDS = (
     *SLOW,

@@ -15,12 +15,11 @@ RAY_ALLOWED = (
     "rtrain.ray_internals.",
     *(
         "rtrain.data.store.builder",
-        "rtrain.data.augment.rewriting",
+        "rtrain.data.paraphrase",
         "rtrain.data.stream",
-        "rtrain.inference.batch.actors",
+        "rtrain.inference.batch.pipeline",
         "rtrain.runs.worker",
         "rtrain.runs.controller",
-        "rtrain.runs.worker_group",
         "rtrain.runs.worker_pool",
     ),
     *(
@@ -30,14 +29,9 @@ RAY_ALLOWED = (
         "rtrain.verification.layout_runs",
         "rtrain.demo",
     ),
+    *("rtrain.cluster.preflight", "rtrain.verification.drill", "rtrain.runs.stop_request", "rtrain.runs.worker_pool"),
     *(
-        "rtrain.cluster.preflight",
-        "rtrain.verification.faults",
-        "rtrain.runs.stop_request",
-        "rtrain.runs.resource_leases",
-    ),
-    *(
-        "serve.rollout.ray_app",
+        "serve.rollout.controller",
         "serve.rollout.controller",
         "serve.deployment",
         "serve.ingress.ingress_choice",

@@ -78,8 +78,6 @@ def test_a_group_is_started_without_torch_by_ray_s_own_trainer_which_is_whole_af
         "print(torch.LocalTorchController.__name__)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.stdout.splitlines() == [
-        "[]",
-        "True ray.train.v2.torch.train_loop_utils",
-        "LocalTorchController",
-    ], done.stderr
+    assert done.stdout.splitlines() == ["[]", "True ray.train.v2.torch.train_loop_utils", "LocalTorchController"], (
+        done.stderr
+    )

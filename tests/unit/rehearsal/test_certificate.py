@@ -8,11 +8,16 @@ from typing import Any
 import pytest
 
 from rtrain.rehearsal import faults as rehearsal_faults, plan as plans
-from rtrain.rehearsal.certificate import RehearsalCertificate
-from rtrain.rehearsal.faults import InjectedFault, due_fault, record_recovery
-from rtrain.rehearsal.machines.machine_registry import MachineRecord
-from rtrain.rehearsal.measurements import ResizeResult, RowComparison, WeightComparison, max_concurrent, rehearsed_nodes
-from rtrain.rehearsal.ports import Listener
+from rtrain.rehearsal.certificate import (
+    RehearsalCertificate,
+    ResizeResult,
+    RowComparison,
+    WeightComparison,
+    max_concurrent,
+    rehearsed_nodes,
+)
+from rtrain.rehearsal.faults import InjectedFault, Listener, due_fault, record_recovery
+from rtrain.rehearsal.machine import MachineRecord
 from tests.support.root import ROOT
 
 PLAN = plans.parse_plan((ROOT / "cluster.yaml").read_text(encoding="utf-8"))
@@ -56,11 +61,7 @@ def test_what_a_fault_has_cost_is_read_from_the_log() -> None:
     assert (notice.seconds_to_next_step, notice.has_passed) == (16.0, True)
     kill = InjectedFault("kill", "worker-2", "worker", 25.0)
     log += [event("progress", 24, step=9), event("crashed", 26, cause="crash", resumes_from=6)]
-    log += [
-        event("started", 30, step=6, workers=2),
-        event("progress", 31, step=7),
-        event("progress", 33, step=10),
-    ]
+    log += [event("started", 30, step=6, workers=2), event("progress", 31, step=7), event("progress", 33, step=10)]
     record_recovery(kill, log)
     assert (kill.at_step, kill.recomputed_steps, kill.seconds_to_next_step, kill.has_passed) == (9, 3, 8.0, True)
     assert (kill.seconds_to_checkpoint, replace(kill, kind="notice").has_passed) == (None, False)
@@ -169,13 +170,9 @@ def test_whatever_is_wrong_fails_it(changes: dict[str, Any]) -> None:
 
 
 def test_nodes_that_went_as_idle_between_two_runs_are_needed_anew() -> None:
-    assert (
-        make_certificate(idle_terminations=1, faults=make_certificate().faults[:1], planned_faults=1).expected_nodes
-        == 3
-    )
-    assert (
-        make_certificate(idle_terminations=7).expected_nodes == 4
-    )  # of more than a run needs, the others were too many
+    one_fault = make_certificate().faults[:1]
+    assert make_certificate(idle_terminations=1, faults=one_fault, planned_faults=1).expected_nodes == 3
+    assert make_certificate(idle_terminations=7).expected_nodes == 4  # of more than a run needs, the rest were too many
 
 
 def test_other_numbers_of_workers_may_round_otherwise() -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from rtrain.rehearsal import command_line as commands
+from rtrain.rehearsal import plan as commands
 
 
 def test_a_command_keeps_its_words_but_for_where_it_writes_and_runs() -> None:

@@ -15,11 +15,10 @@ import psutil
 import pytest
 from ray.autoscaler.node_launch_exception import NodeLaunchException
 
-from rtrain.rehearsal import plan as plans, ports
-from rtrain.rehearsal.machines import local_cluster, machine, provider
-from rtrain.rehearsal.machines.cloud import MachineCommands, SimulatedCloud
-from rtrain.rehearsal.machines.machine_registry import MachineRecord, MachineRegistry
-from rtrain.rehearsal.ports import Listener
+from rtrain.rehearsal import faults, local_cluster, machine, plan as plans, provider
+from rtrain.rehearsal.cloud import MachineCommands, SimulatedCloud
+from rtrain.rehearsal.faults import Listener
+from rtrain.rehearsal.machine import MachineRecord, MachineRegistry
 from tests.support.root import ROOT
 
 WITHIN_S = 20.0
@@ -47,18 +46,6 @@ def asked_by(book: MachineRegistry, count: int = 1) -> list[str]:
     return list(document.create_node_with_resources_and_labels({}, tags, count, {"CPU": 8}, {"a": "b"}))
 
 
-def test_the_autoscaler_s_tags_are_added_to_those_that_there_are(book: MachineRegistry) -> None:
-    cloud = provider.RehearsalNodeProvider({plans.FOLDER_SETTING: str(book.folder)}, "rehearsal")
-    [name] = asked_by(book)
-    cloud.set_node_tags(name, {"ray-node-status": "setting-up"})
-    cloud.set_node_tags(name, {"ray-node-status": "up-to-date"})
-    assert cloud.node_tags(name) == {
-        "ray-user-node-type": "worker",
-        "ray-node-kind": "worker",
-        "ray-node-status": "up-to-date",
-    }
-
-
 def test_what_is_asked_for_is_there_until_it_has_ended(book: MachineRegistry) -> None:
     cloud = provider.RehearsalNodeProvider({plans.FOLDER_SETTING: str(book.folder)}, "rehearsal")
     first, second = asked_by(book, 2)
@@ -68,7 +55,9 @@ def test_what_is_asked_for_is_there_until_it_has_ended(book: MachineRegistry) ->
     assert (cloud.is_running(first), cloud.is_terminated(first)) == (False, False)
     book.record_start(first, os.getpid())
     assert cloud.is_running(first)
-    assert cloud.node_tags(second)["ray-user-node-type"] == "worker"
+    cloud.set_node_tags(second, {"ray-node-status": "up-to-date"})
+    tags = {"ray-user-node-type": "worker", "ray-node-kind": "worker", "ray-node-status": "up-to-date"}
+    assert cloud.node_tags(second) == tags
     cloud.terminate_node(first)
     assert cloud.non_terminated_nodes({}) == [second]
     assert not cloud.is_terminated(first)  # only once it is gone
@@ -94,15 +83,15 @@ time.sleep(float(sys.argv[1]))
 """
 
 
+def make_commands(requested: MachineRecord) -> MachineCommands:
+    lasts = "0.5" if requested.type == "short" else "600"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return MachineCommands([[sys.executable, "-c", FAMILY, lasts], ["sleep", "600"]], environment)
+
+
 @pytest.fixture
 def cloud(book: MachineRegistry, tmp_path: Path) -> Iterator[SimulatedCloud]:
-    def make(requested: MachineRecord) -> MachineCommands:
-        lasts = "0.5" if requested.type == "short" else "600"
-        return MachineCommands(
-            [[sys.executable, "-c", FAMILY, lasts], ["sleep", "600"]], {**os.environ, "PYTHONPATH": str(ROOT)}
-        )
-
-    with SimulatedCloud(book, make, tmp_path / "logs") as document:
+    with SimulatedCloud(book, make_commands, tmp_path / "logs") as document:
         yield document
 
 
@@ -127,27 +116,16 @@ def test_a_machine_ends_as_it_is_told_and_nothing_of_it_stays(book: MachineRegis
     book.request_end(output)
     cloud.cut_power(cut)
     until(lambda: not book.live_machines())
-    assert {name: all_machine.end_reason for name, all_machine in book.all_machines().items()} == {
-        output: "terminated",
-        cut: "killed",
-        ends: "left",
-    }
-    assert [
-        process
-        for process in (*first, *second, *third)
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    ] == []
+    ends_by_name = {name: record.end_reason for name, record in book.all_machines().items()}
+    assert ends_by_name == {output: "terminated", cut: "killed", ends: "left"}
+    running = [process for process in (*first, *second, *third) if process.is_running()]
+    assert all(process.status() == psutil.STATUS_ZOMBIE for process in running)
     assert cloud.killed_late == []
 
 
 def test_all_machines_end_with_the_cluster(book: MachineRegistry, tmp_path: Path) -> None:
-    def make(requested: MachineRecord) -> MachineCommands:
-        return MachineCommands([[sys.executable, "-c", FAMILY, "600"]], {**os.environ, "PYTHONPATH": str(ROOT)})
-
-    with SimulatedCloud(book, make, tmp_path / "logs") as cloud:
-        name = book.request_machine("worker", {}, {}, {})
-        until(lambda: "ready" in cloud.read_log(name))
-        result = family(book, name)
+    with SimulatedCloud(book, make_commands, tmp_path / "logs") as cloud:
+        name, result = started(book, cloud, "worker")
     assert book.all_machines()[name].end_reason == "down"
     assert [process for process in result if process.is_running()] == []
 
@@ -165,10 +143,6 @@ def test_a_machine_ends_with_a_rehearsal_that_is_killed(book: MachineRegistry) -
             assert document.wait(WITHIN_S) == 0
 
 
-def test_commands_are_parted() -> None:
-    assert machine.split_at_dashes(["--", "a", "b", "--", "c"]) == [["a", "b"], ["c"]]
-
-
 # -------------------------------------------------------------------------------------------------------------- ports
 
 
@@ -183,18 +157,14 @@ def test_sockets_are_judged_by_whose_they_are_and_who_reaches_them() -> None:
         "ray::ServeReplica:rtrain": "process of a job",
         "nc -l 4444": "nc -l 4444",
     }
-    assert {command: ports.process_role(command) for command in roles} == roles
-    assert [ports.address_scope(address) for address in ("127.0.0.1", "::1", "0.0.0.0", "::", "10.1.2.3")] == [
+    assert {command: faults.process_role(command) for command in roles} == roles
+    assert [faults.address_scope(address) for address in ("127.0.0.1", "::1", "0.0.0.0", "::", "10.1.2.3")] == [
         *("loopback", "loopback", "network", "network", "network")
     ]
     assert Listener("m", "raylet", "network", 1).is_allowed
     assert Listener("m", "dashboard", "loopback", 8265).is_allowed
-    for refused in (
-        ("dashboard", "network"),
-        ("Ray Client", "loopback"),
-        ("nc -l 4444", "loopback"),
-    ):
-        assert not Listener("m", refused[0], refused[1], 1).is_allowed
+    assert not Listener("m", "dashboard", "network", 8265).is_allowed
+    assert not any(Listener("m", role, "loopback", 1).is_allowed for role in ("Ray Client", "nc -l 4444"))
 
 
 def test_open_sockets_are_found_by_machine() -> None:
@@ -202,15 +172,13 @@ def test_open_sockets_are_found_by_machine() -> None:
     with subprocess.Popen([sys.executable, "-c", f"{script}; time.sleep(60)"], stdout=subprocess.PIPE) as server:
         assert server.stdout is not None
         port = int(server.stdout.readline())
-        listeners = ports.find_listeners([("m", os.getpid()), ("gone", 2**22)])
-        known_values = ports.find_listeners([("m", os.getpid())], {port: ports.METRICS_ROLE})
+        listeners = faults.find_listeners([("m", os.getpid()), ("gone", 2**22)], {})
+        known_values = faults.find_listeners([("m", os.getpid())], {port: faults.METRICS_ROLE})
         server.kill()
-    assert [(known_value.role, known_value.is_allowed) for known_value in known_values if known_value.port == port] == [
-        (ports.METRICS_ROLE, True)
-    ]
-    assert [
-        (listener.machine, listener.scope, listener.is_allowed) for listener in listeners if listener.port == port
-    ] == [("m", "loopback", False)]
+    roles = [(listener.role, listener.is_allowed) for listener in known_values if listener.port == port]
+    assert roles == [(faults.METRICS_ROLE, True)]
+    [listener] = [listener for listener in listeners if listener.port == port]
+    assert (listener.machine, listener.scope, listener.is_allowed) == ("m", "loopback", False)
 
 
 def test_shared_memory_is_left_behind_where_nobody_has_mapped_it() -> None:
@@ -220,6 +188,5 @@ def test_shared_memory_is_left_behind_where_nobody_has_mapped_it() -> None:
     ):
         slots.truncate(10)
         with mmap.mmap(slots.fileno(), 10):
-            assert local_cluster.unmapped_files({Path(slots.name).name, Path(left.name).name, "gone"}) == [
-                Path(left.name).name
-            ]
+            names = {Path(slots.name).name, Path(left.name).name, "gone"}
+            assert local_cluster.unmapped_files(names) == [Path(left.name).name]

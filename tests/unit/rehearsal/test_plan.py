@@ -11,9 +11,8 @@ import yaml
 from rtrain.cluster import capacity
 from rtrain.core import env
 from rtrain.core.errors import ConfigError
-from rtrain.rehearsal import plan as plans, rehearse
-from rtrain.rehearsal.machines import provider, ray_nodes as starts
-from rtrain.rehearsal.machines.machine_registry import MachineRecord
+from rtrain.rehearsal import local_cluster as starts, plan as plans, provider, rehearse
+from rtrain.rehearsal.machine import MachineRecord
 from tests.support.root import ROOT
 
 TEXT = (ROOT / "cluster.yaml").read_text(encoding="utf-8")
@@ -113,54 +112,6 @@ def test_all_that_is_wrong_is_said_at_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("workers", "data", "needed"), [(6, 2, 1), (7, 2, 2), (30, 2, 4), (31, 2, None)])
 def test_the_nodes_that_a_run_needs_are_counted_by_what_they_hold(workers: int, data: int, needed: int | None) -> None:
     assert PLAN.required_nodes(workers, capacity.ResourceRequest("cpu", data)) == needed
-
-
-def mixed(**types: dict[str, float]) -> plans.RehearsalPlan:
-    """At most five nodes, three of each type."""
-    kinds = tuple(
-        replace(PLAN.node_types[0], name=name, resources=resources, max_workers=3) for name, resources in types.items()
-    )
-    return replace(PLAN, node_types=kinds, max_workers=5)
-
-
-@pytest.mark.parametrize(
-    ("workers", "data", "device", "needed"),
-    [
-        *((1, 0, "gpu", 1), (1, 2, "gpu", 2), (3, 2, "gpu", 4), (3, 9, "gpu", 5), (3, 17, "gpu", None)),
-        *((4, 2, "gpu", None), (16, 0, "cpu", 2), (17, 0, "cpu", 3), (25, 0, "cpu", None)),
-    ],
-)
-def test_nodes_of_several_types_are_needed_together(workers: int, data: int, device: str, needed: int | None) -> None:
-    combined = mixed(gpu={"GPU": 1.0}, cpu={"CPU": 8.0})
-    assert combined.required_nodes(workers, capacity.ResourceRequest(device, data)) == needed
-
-
-def test_large_nodes_are_taken_before_small_ones_and_only_those_with_the_labels() -> None:
-    sizes = mixed(small={"CPU": 2.0}, large={"CPU": 8.0})
-    assert [sizes.required_nodes(workers, capacity.ResourceRequest("cpu", 0)) for workers in (8, 9, 24, 28, 29)] == [
-        1,
-        2,
-        3,
-        5,
-        None,
-    ]
-    labelled = replace(
-        sizes, node_types=(replace(sizes.node_types[0], labels={"for": "training"}), sizes.node_types[1])
-    )
-    assert labelled.required_nodes(4, capacity.ResourceRequest("cpu", 0, {"for": "training"})) == 2
-    assert labelled.required_nodes(7, capacity.ResourceRequest("cpu", 0, {"for": "training"})) is None
-
-
-def test_data_tasks_run_on_nodes_without_the_workers_labels_and_workers_share_gpus() -> None:
-    types = mixed(gpu={"GPU": 1.0}, cpu={"CPU": 8.0})
-    labelled = replace(
-        types, node_types=(replace(types.node_types[0], labels={"for": "training"}), types.node_types[1])
-    )
-    assert labelled.required_nodes(3, capacity.ResourceRequest("gpu", 9, {"for": "training"})) == 5
-    assert labelled.required_nodes(3, capacity.ResourceRequest("gpu", 9, {"for": "training"}, gpu_share=0.5)) == 4
-    assert (
-        labelled.required_nodes(3, capacity.ResourceRequest("gpu", 1, {"for": "training"}, {"for": "training"})) is None
-    )
 
 
 def test_resources_that_are_no_whole_numbers_are_refused_as_ray_s_launcher_does() -> None:

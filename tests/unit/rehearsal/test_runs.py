@@ -13,14 +13,17 @@ from safetensors.numpy import save_file
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
-from rtrain.rehearsal import job_follower, measurements
-from rtrain.rehearsal.measurements import WeightComparison
+from rtrain.rehearsal import certificate, faults
+from rtrain.rehearsal.certificate import WeightComparison
+from tests.support.refusals import refused_with
 
 
-def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(job_follower, "POLL_INTERVAL_S", 0.0)
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(faults, "POLL_INTERVAL_S", 0.0)
+
+
+def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(tmp_path: Path) -> None:
     answers: list[Any] = [UserError("late"), UserError("late"), {"job": SimpleNamespace(status="RUNNING")}]
 
     def all_jobs() -> dict[str, Any]:
@@ -33,15 +36,14 @@ def test_a_head_that_is_late_is_asked_again_and_one_that_is_gone_is_not(
         jobs=SimpleNamespace(list_jobs=all_jobs), head_name="head-1", registry=SimpleNamespace()
     )
     document.metrics_port, document.registry.live_machines = 1, lambda: {"head-1": None}
-    follower = job_follower.JobFollower(document, tmp_path, lambda text: None)
+    follower = faults.JobFollower(document, tmp_path, lambda text: None)
     assert follower.wait_for_status("job") == "RUNNING"
     answers.append({"another": SimpleNamespace(status="RUNNING")})
-    with pytest.raises(job_follower.RehearsalAborted) as lost:
+    with refused_with("head_restarted"):
         follower.wait_for_status("job")
-    assert lost.value.code == "head_restarted"
     document.registry.live_machines = dict
-    answers.append(UserError("gone"))
-    with pytest.raises(UserError, match="gone"):
+    answers.append(UserError("gone", code="gone"))
+    with refused_with("gone"):
         follower.wait_for_status("job")
 
 
@@ -67,25 +69,21 @@ class Cluster:
         return "the last line"
 
 
-def test_a_job_is_followed_to_its_end_or_until_its_log_is_enough(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(job_follower, "POLL_INTERVAL_S", 0.0)
+def test_a_job_is_followed_to_its_end_or_until_its_log_is_enough(tmp_path: Path) -> None:
 
-    def follower(cluster: Any) -> job_follower.JobFollower:
+    def follower(cluster: Any) -> faults.JobFollower:
         cluster.run.folder.mkdir()
-        return job_follower.JobFollower(cluster, tmp_path, lambda text: None)
+        return faults.JobFollower(cluster, tmp_path, lambda text: None)
 
     ended: Any = Cluster(Run(tmp_path / "ended"), "SUCCEEDED")
-    follower(ended).follow_training("job", ended.run, "ended")
+    follower(ended).follow_training("job", ended.run)
     assert not ended.stopped
     enough: Any = Cluster(Run(tmp_path / "enough"))
-    follower(enough).follow_training("job", enough.run, "enough", should_stop=lambda log: len(log) >= 3)
+    follower(enough).follow_training("job", enough.run, should_stop=lambda log: len(log) >= 3)
     assert enough.stopped
     failed: Any = Cluster(Run(tmp_path / "failed"), "FAILED")
-    with pytest.raises(job_follower.RehearsalAborted) as broken:
-        follower(failed).follow_training("job", failed.run, "failed")
-    assert broken.value.code == "run_failed"
+    with refused_with("run_failed"):
+        follower(failed).follow_training("job", failed.run)
 
 
 def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
@@ -99,8 +97,8 @@ def test_the_last_weights_of_two_runs_are_compared(tmp_path: Path) -> None:
         return Run(tmp_path / name)
 
     control = run("control", 0.0, (2, 3))
-    assert measurements.compare_weights(control, run("same", 0.0), True) == WeightComparison(True, 0.0, True)
-    other = measurements.compare_weights(control, run("other", 0.5), False)
+    assert certificate.compare_weights(control, run("same", 0.0), True) == WeightComparison(True, 0.0, True)
+    other = certificate.compare_weights(control, run("other", 0.5), False)
     assert (other.identical, other.same_workers) == (False, False)
     assert other.difference == pytest.approx((12 * 0.25 / (12 * 4 + 2)) ** 0.5)
 
@@ -119,7 +117,7 @@ def test_weights_are_compared_by_how_far_they_have_moved(tmp_path: Path) -> None
         return Run(tmp_path / name)
 
     steady = run("steady", u3=("aa", 1.0), u6=("bb", 3.0))
-    same, off = measurements.compare_checkpoints(run("resized", u4=("cc", 0.0), u6=("bb", 3.0 + 2e-10)), steady, 6)
+    same, off = certificate.compare_checkpoints(run("resized", u4=("cc", 0.0), u6=("bb", 3.0 + 2e-10)), steady, 6)
     assert same
     assert off == pytest.approx(1e-10, rel=1e-5)
-    assert measurements.compare_checkpoints(run("other", u6=("cc", 3.0)), steady, 6) == (False, 0.0)
+    assert certificate.compare_checkpoints(run("other", u6=("cc", 3.0)), steady, 6) == (False, 0.0)

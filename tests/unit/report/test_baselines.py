@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from rtrain.core.run_folder import Run
-from rtrain.report import baselines, collect
+from rtrain.report import baselines
 from tests.conftest import labelled_rows, write_rows
-from tests.support.reports import make_answered, make_run
+from tests.support.reports import make_answered, make_run, read
 
 
 def test_accuracy_on_rows_whose_label_is_in_their_words() -> None:
@@ -31,9 +31,9 @@ def essays(count: int, seed: int) -> tuple[list[str], list[float]]:
 
 def test_numbers_follow_the_words() -> None:
     texts, values = essays(40, 2)
-    result = baselines.predict_numbers(essays(200, 0), essays(40, 1), texts)
+    result = baselines.fit_numbers(essays(200, 0), essays(40, 1))(texts)
     assert np.corrcoef(result, values)[0, 1] > 0.95
-    assert result.tolist() == baselines.predict_numbers(essays(200, 0), essays(40, 1), texts).tolist()
+    assert result.tolist() == baselines.fit_numbers(essays(200, 0), essays(40, 1))(texts).tolist()
 
 
 def test_numbers_take_the_alpha_that_is_best_on_validation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,14 +41,14 @@ def test_numbers_take_the_alpha_that_is_best_on_validation(monkeypatch: pytest.M
     train = essays(100, 0)
     noise = np.random.default_rng(3).normal(0, 8, 100)
     noisy = (train[0], [value + float(error) for value, error in zip(train[1], noise, strict=True)])
-    config = baselines.predict_numbers(noisy, essays(40, 1), texts)
+    config = baselines.fit_numbers(noisy, essays(40, 1))(texts)
     entry = {}
     for alpha in baselines.ALPHA_VALUES:
         monkeypatch.setattr(baselines, "ALPHA_VALUES", (alpha,))
         valid = essays(40, 1)
-        entry[alpha] = float(((baselines.predict_numbers(noisy, valid, valid[0]) - valid[1]) ** 2).sum())
+        entry[alpha] = float(((baselines.fit_numbers(noisy, valid)(valid[0]) - valid[1]) ** 2).sum())
         if entry[alpha] == min(entry.values()):
-            best = baselines.predict_numbers(noisy, valid, texts)
+            best = baselines.fit_numbers(noisy, valid)(texts)
     assert len(set(entry.values())) == 3
     assert config.tolist() == best.tolist()
 
@@ -84,10 +84,8 @@ def test_labels_of_a_run_have_two_baselines(tmp_path: Path) -> None:
     run = make_answered(tmp_path, "classification")
     result = measured(run)
     assert result[baselines.TFIDF] == {"valid": 1.0, "test": 1.0}
-    context = collect.read_run_data(Run(run))
-    assert context.store is not None
+    context = read(run)
     codes = context.class_codes()
-    assert codes is not None
     for split, share in result[baselines.CONSTANT_ANSWER].items():
         limit = int(np.bincount(codes).argmax())
         assert share == pytest.approx(float((context.store.targets(split).values == limit).mean()))
@@ -95,8 +93,7 @@ def test_labels_of_a_run_have_two_baselines(tmp_path: Path) -> None:
 
 def test_numbers_of_a_run_are_compared_with_their_mean(tmp_path: Path) -> None:
     run = make_answered(tmp_path, "regression")
-    result, context = measured(run), collect.read_run_data(Run(run))
-    assert context.store is not None
+    result, context = measured(run), read(run)
     true = context.store.targets("test").values.astype(np.float64)
     spread = float(np.sqrt(((true - context.store.targets("train").values.mean()) ** 2).mean()))
     assert result[baselines.CONSTANT_ANSWER]["test"] == pytest.approx(-spread)
@@ -112,8 +109,7 @@ def test_several_labels_have_two_baselines(tmp_path: Path) -> None:
     run = make_answered(tmp_path, "multi_label")
     result = measured(run)
     assert list(result) == [baselines.CONSTANT_ANSWER, baselines.TFIDF]
-    store = collect.read_run_data(Run(run)).store
-    assert store is not None
+    store = read(run).store
     train, test = (store.targets(split).to_matrix(len(store.manifest.labels)) > 0 for split in ("train", "test"))
     order = np.argsort(-train.sum(axis=0), kind="stable")
     best = max(range(1, len(order) + 1), key=lambda n: 2 * train[:, order[:n]].sum() / (n * len(train) + train.sum()))
@@ -145,8 +141,7 @@ def test_questions_are_answered_by_the_words_around(tmp_path: Path) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     columns: dict[str, Any] = {"data.path": str(path), "data.format": None, "data.group_column": None}
     run = make_answered(tmp_path, "span_qa", **columns)
-    result, store = measured(run), collect.read_run_data(Run(run)).store
-    assert store is not None
+    result, store = measured(run), read(run).store
     places = store.targets("test")
     empty = float(np.mean([not row.reshape(-1, 2)[:, 1].any() for row in places]))
     assert list(result) == [baselines.NEARBY_WORDS, baselines.NO_ANSWER]
@@ -166,12 +161,14 @@ def test_they_are_measured_once_and_of_few_rows(tmp_path: Path, monkeypatch: pyt
     assert baselines.read_baselines(Run(run)) == result
 
 
-def test_runs_on_the_same_rows_share_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = make_answered(tmp_path, "classification")
-    result = measured(run)
-    Run(run).baselines.unlink()
-    monkeypatch.setattr(baselines, "_measure_baselines", None)  # nothing is measured again
-    assert measured(run) == result
+def test_runs_on_the_same_rows_share_them(tmp_path: Path) -> None:
+    run = Run(make_answered(tmp_path, "classification"))
+    measured(run.folder)
+    [shared] = tmp_path.rglob(f".*.{baselines.NAME}")
+    shared.write_text(json.dumps({**json.loads(shared.read_text()), "training_rows": -1}))  # not measured again
+    run.baselines.unlink()
+    measured(run.folder)
+    assert json.loads(run.baselines.read_text())["training_rows"] == -1
 
 
 def test_there_are_none_of_other_answers_or_before_the_end(tmp_path: Path) -> None:
@@ -187,8 +184,8 @@ def test_texts_without_a_word_of_two_letters_are_told_apart(words: tuple[str, st
     """BERT's kin spell Chinese with blanks between the characters, and scikit-learn's words have two letters."""
     texts = [f"{word} {'x y z'[:number]}" for number in range(4) for word in words]
     labels, values = [0, 1] * 4, [0.0, 1.0] * 4
-    assert baselines.predict_labels((texts, labels), (texts, labels), texts).tolist() == labels
-    result = baselines.predict_numbers((texts, values), (texts, values), texts)
+    assert baselines.fit_labels((texts, labels), (texts, labels))(texts).tolist() == labels
+    result = baselines.fit_numbers((texts, values), (texts, values))(texts)
     assert max(result[::2]) < 0.5 < min(result[1::2])
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from markupsafe import Markup
 
-from rtrain.report.drawing import charts, svg
-from rtrain.report.drawing.charts import Bar, LineSeries, ScatterPoint, StackedBar, VerticalMark
+from rtrain.report import charts, svg
+from rtrain.report.charts import Bar, LineSeries, ScatterPoint, StackedBar, VerticalMark
 
 HOSTILE = '</text><script>alert("x")</script>&\u202e'
 

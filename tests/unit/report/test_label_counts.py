@@ -9,8 +9,7 @@ import pytest
 
 from rtrain import config
 from rtrain.data.store.store import Store
-from rtrain.report import label_counts
-from rtrain.report.live import event_messages
+from rtrain.report import data_stats, event_messages
 from rtrain.tasks import base
 from tests.conftest import write_rows
 from tests.ray.test_tasks import settings
@@ -20,7 +19,7 @@ from tests.support.tiny import make_encoder, make_store
 @pytest.fixture(autouse=True, params=[7, 1 << 18], ids=["blocks", "one_block"])
 def block_rows(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of rows that end within the rows, and one block."""
-    monkeypatch.setattr(label_counts, "BLOCK_ROWS", request.param)
+    monkeypatch.setattr(data_stats, "BLOCK_ROWS", request.param)
 
 
 def stored(folder: Path, task: str) -> tuple[Store, str]:
@@ -39,7 +38,7 @@ def by_hand(folder: Path, labels: list[str], **data: Any) -> Store:
 
 def test_few_labels_are_all_named(tmp_path: Path) -> None:
     store = by_hand(tmp_path, ["b"] * 3 + ["a"] * 5 + ["Größe, neu"] * 5)
-    [event] = label_counts.event_fields(store, "classes")
+    [event] = data_stats.describe_labels(store, "classes")
     assert (event["label_count"], sorted(event["most_frequent"]), event["rarest"]) == (
         3,
         [["Größe, neu", 5], ["a", 5], ["b", 3]],
@@ -49,7 +48,7 @@ def test_few_labels_are_all_named(tmp_path: Path) -> None:
 
 def test_of_many_labels_the_most_frequent_and_the_rarest_are_named(tmp_path: Path) -> None:
     store = by_hand(tmp_path, [f"label {number:02d}" for number in range(20) for _ in range(number + 1)])
-    [event] = label_counts.event_fields(store, "classes")
+    [event] = data_stats.describe_labels(store, "classes")
     assert event["label_count"] == 20
     assert event["most_frequent"] == [[f"label {number}", number + 1] for number in range(19, 13, -1)]
     assert event["rarest"] == [[f"label {number:02d}", number + 1] for number in range(3, -1, -1)]
@@ -58,7 +57,7 @@ def test_of_many_labels_the_most_frequent_and_the_rarest_are_named(tmp_path: Pat
 def test_several_labels_per_row(tmp_path: Path) -> None:
     data = {"task": "multi_label"}
     store = by_hand(tmp_path, [json.dumps(row) for row in (["a"], ["a", "b"], [], ["b", "c", "a"])], **data)
-    [event] = label_counts.event_fields(store, "labels")
+    [event] = data_stats.describe_labels(store, "labels")
     assert (event["label_count"], event["labels_per_row"], event["rows_without_labels"]) == (3, 1.5, 1)
     assert event["most_frequent"] == [["a", 3], ["b", 2], ["c", 1]]
 
@@ -67,7 +66,7 @@ def test_several_labels_per_row(tmp_path: Path) -> None:
 def test_other_kinds_are_counted_as_a_plain_loop_counts_them(task: str, tmp_path: Path) -> None:
     store, output = stored(tmp_path, task)
     rows, targets = store.num_rows("train"), list(store.targets("train"))
-    result = label_counts.event_fields(store, output)
+    result = data_stats.describe_labels(store, output)
     if task == "multi_head":
         heads = store.manifest.facts["heads"]
         assert [(item["head"], item["label_count"]) for item in result] == [(name, size) for name, size in heads]
@@ -109,11 +108,11 @@ def entities_by_hand(store: Store) -> tuple[dict[str, int], int]:
 
 def test_labels_that_look_the_same_are_told() -> None:
     names = ["Caf\u00e9", "Cafe\u0301", "Tee", "tee", "Tee\u200b", "Bar x", "Bar  x", "C++", "C#", "C"]
-    result = label_counts.group_similar_labels(names)
+    result = data_stats.group_similar_labels(names)
     assert result == [["Caf\u00e9", "Cafe\u0301"], ["Tee", "tee", "Tee\u200b"], ["Bar x", "Bar  x"]]
 
 
 def test_labels_that_may_be_missing_values_are_told(tmp_path: Path) -> None:
     store = by_hand(tmp_path, ["NA"] * 3 + ["none"] * 5 + ["refund"] * 5)
-    [event] = label_counts.event_fields(store, "classes")
+    [event] = data_stats.describe_labels(store, "classes")
     assert event["missing_value_names"] == ["none", "NA"]

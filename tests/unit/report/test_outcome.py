@@ -4,6 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,13 +14,21 @@ from rtrain.core.ragged import RaggedArray
 from rtrain.core.run_folder import Run
 from rtrain.data.store.store import open_store
 from rtrain.metrics import per_class
-from rtrain.report import baselines, collect
-from rtrain.report.drawing.blocks import Note, RecommendationList, Table
-from rtrain.report.live import event_messages
+from rtrain.report import baselines, event_messages
+from rtrain.report.page import Note, RecommendationList, Table
 from rtrain.report.sections import next_steps, outcome
 from rtrain.runs import predictions
 from rtrain.tasks import base
-from tests.support.reports import answers_of, begin, make_run, page_of, settings_of, write_predictions, write_scores
+from tests.support.reports import (
+    answers_of,
+    begin,
+    make_run,
+    page_of,
+    read,
+    settings_of,
+    write_predictions,
+    write_scores,
+)
 from tests.unit.report.test_page import table
 
 LABELS = ("login", "parcel", "refund")
@@ -45,7 +54,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
-def steps_of(run: collect.RunData) -> list[str]:
+def steps_of(run: Any) -> list[str]:
     (block,) = (block for block in outcome.build_section(run).blocks if isinstance(block, RecommendationList))
     return [step.action for step in block.recommendations]
 
@@ -58,7 +67,7 @@ def test_it_comes_first_and_digests_and_versions_last(finished: Path) -> None:
 
 
 def test_scores_of_both_splits_stand_beside_the_baselines(finished: Path) -> None:
-    run = collect.read_run_data(Run(finished))
+    run = read(finished)
     result = table(outcome.build_section(run), "Test accuracy 0.500, ahead of the best baseline (tfidf: 0.300)")
     assert [row[:3] for row in result.rows] == [
         ("test", "this model", "0.5000"),
@@ -82,7 +91,7 @@ def test_scores_without_rows_that_are_training_rows_stand_below_the_scores(finis
     run.append_event("overlap", split="test", rows=40, trained_rows=5, row_places=places)
     run.append_event("unseen", split="test", in_training_set=5, rows=35, scores={"accuracy": 0.4, "rows": 35})
     run.append_event("best", step=10, num_evaluations=2, score=0.5, loss=0.25, reason="loss", headline="accuracy")
-    context = collect.read_run_data(run)
+    context = read(run)
     result = table(outcome.build_section(context), "Test accuracy 0.500")
     expected = ("test", "this model, without the 5 rows that are training rows too", "0.4000", "-")
     assert list(result.rows)[1] == expected
@@ -93,8 +102,7 @@ def test_scores_without_rows_that_are_training_rows_stand_below_the_scores(finis
 
 @pytest.mark.parametrize(("reached", "said"), [(0.9, "NOT ahead of"), (0.1, "ahead of")])
 def test_the_title_says_which_is_ahead(reached: float, said: str, finished: Path) -> None:
-    run = collect.read_run_data(Run(finished))
-    assert run.baselines is not None
+    run = read(finished)
     (first, *_) = run.baselines["baselines"]
     changed = {**run.baselines, "baselines": [{**first, "scores": {"test": reached, "valid": reached}}]}
     result = outcome.build_section(replace(run, baselines=changed)).blocks[0]
@@ -104,9 +112,7 @@ def test_the_title_says_which_is_ahead(reached: float, said: str, finished: Path
 
 def test_only_scores_of_the_same_rows_are_compared(finished: Path) -> None:
     """The baselines are of 50 of the 200 rows: the model's score on these is known, or nothing is said."""
-    run = collect.read_run_data(Run(finished))
-    assert run.baselines is not None
-    assert run.scores is not None
+    run = read(finished)
     run = replace(run, baselines={**run.baselines, "rows": {"valid": 30, "test": 50}})
     assert outcome.build_section(run).blocks[0].title == "Test accuracy 0.500"  # type: ignore[union-attr]
     assert next_steps.collect_facts(run).baseline_comparison is None
@@ -139,18 +145,17 @@ def test_one_answer_to_almost_all_rows_is_told(task: str, tmp_path: Path) -> Non
             one["other_rows"],
         )
         assert "WARNING" in str(event_messages.format_event({"kind": "collapsed", "split": "test", **one}))
-    found = outcome.build_section(replace(collect.read_run_data(folder), scores=document))
+    found = outcome.build_section(replace(read(folder), scores=document))
     assert any(isinstance(block, Note) and "hardly tells rows apart" in block.text for block in found.blocks)
 
 
 def test_the_worst_of_each_kind_in_one_glance(finished: Path) -> None:
-    run = collect.read_run_data(Run(finished))
+    run = read(finished)
     rows = table(outcome.build_section(run), "Worst mistakes").rows
     assert rows[0][:2] == ("slice", "language: en")
     kinds = [row[0] for row in rows]
     assert kinds == sorted(kinds, key=("slice", "label", "confusion", "hardest row").index)
     assert {"slice", "label", "confusion", "hardest row"} == set(kinds)
-    assert run.answers is not None
     wrong = [row for row in run.answers.hardest_rows(200).tolist() if not run.answers.is_correct[row]]
     assert f"rows.csv:{wrong[0] + 2}" in str(rows[kinds.index("hardest row")][1])
     limit = next_steps.confused_pairs(run)[0]
@@ -160,24 +165,18 @@ def test_the_worst_of_each_kind_in_one_glance(finished: Path) -> None:
 def test_a_label_with_too_few_rows_is_named_before_another_is_called_the_worst(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     write_predictions(run, ["no"] * 147 + ["yes"] * 3, ["no"] * 145 + ["yes"] * 2 + ["no", "no", "yes"])
-    rows = [
-        row
-        for row in table(outcome.build_section(collect.read_run_data(Run(run))), "Worst mistakes").rows
-        if "label" in row
-    ]
+    rows = [row for row in table(outcome.build_section(read(run)), "Worst mistakes").rows if "label" in row]
     assert [row[1] for row in rows] == ["yes", "no"]
     assert str(rows[0][2]).startswith(per_class.TOO_FEW_ROWS)
     assert per_class.TOO_FEW_ROWS not in str(rows[1][2])
 
 
 def test_facts_call_for_their_steps(finished: Path) -> None:
-    run = collect.read_run_data(Run(finished))
-    result = next_steps.collect_facts(run)
-    assert result.weak_slice is not None
+    run = read(finished)
+    result: Any = next_steps.collect_facts(run)
     assert (result.weak_slice.column, result.weak_slice.value) == ("language", "en")
     assert len(result.suspect_rows) >= 2  # wrong answers with a confidence of 0.95
     assert result.train_loss == pytest.approx(sum(2.0 / update for update in range(11, 21)) / 10)
-    assert result.baseline_comparison is not None
     assert (result.baseline_comparison.baseline_name, result.baseline_comparison.baseline_score) == ("tfidf", 0.3)
     assert [value for _, value in result.validation_scores] == [0.25, 0.5]
     loaded = " ".join(steps_of(run))
@@ -186,7 +185,7 @@ def test_facts_call_for_their_steps(finished: Path) -> None:
 
 
 def test_a_run_without_a_score_says_so_and_how_it_goes_on(tmp_path: Path) -> None:
-    run = collect.read_run_data(Run(make_run(tmp_path, trained=False)))
+    run = read(make_run(tmp_path, trained=False))
     first, *remaining_items = outcome.build_section(run).blocks
     assert isinstance(first, Note)
     assert "There is no score yet" in first.text
@@ -200,6 +199,6 @@ def test_a_run_that_goes_on_shows_its_newest_validation(tmp_path: Path) -> None:
     events.append_event(run, "started", step=0, total_steps=20, workers=2, precision="fp32")
     for update, accuracy in ((5, 0.25), (10, 0.75)):
         events.append_event(run, "evaluated", split="valid", step=update, scores={"accuracy": accuracy, "rows": 30})
-    result = table(outcome.build_section(collect.read_run_data(Run(run))), "Validation accuracy 0.750")
+    result = table(outcome.build_section(read(run)), "Validation accuracy 0.750")
     assert result.rows == [("validation", "this model", "0.7500", "-")]
     assert "No baseline was measured" in result.note

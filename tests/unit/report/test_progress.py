@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from rtrain.core.run_folder import Run
-from rtrain.report.live import progress
-from rtrain.report.live.phase_timer import PhaseTimer
+from rtrain.report import PhaseTimer, progress
 from tests.support.tiny import make_artifact, refused
 
 

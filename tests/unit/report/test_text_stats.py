@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from rtrain.report import text_stats
-from rtrain.report.live import event_messages
+from rtrain.report import data_stats, event_messages
 from tests.conftest import labelled_rows
 from tests.support.tiny import make_encoder, make_store
 from tests.unit.data.test_builder import recipe_of
@@ -25,10 +24,10 @@ def write(path: Path, rows: list[tuple[str, str]]) -> Path:
 def test_rows_with_one_text_and_two_labels_are_counted(tmp_path: Path, encoder: Path) -> None:
     rows = labelled_rows(90)
     path = write(tmp_path / "rows.csv", rows)
-    assert text_stats.find_conflicts(make_store(recipe_of(path), encoder, tmp_path), "classes") is None
+    assert data_stats.find_conflicts(make_store(recipe_of(path), encoder, tmp_path), "classes") is None
     repeated = [(f"{text.upper()} !", "login" if label != "login" else "parcel") for text, label in rows]
     store = make_store(recipe_of(write(tmp_path / "twice.csv", [*rows, *rows, *repeated])), encoder, tmp_path)
-    result = text_stats.find_conflicts(store, "classes")
+    result = data_stats.find_conflicts(store, "classes")
     assert result is not None
     trained_on = {key: set[float]() for key in store.text_keys("train").tolist()}
     for key, values in zip(store.text_keys("train").tolist(), store.targets("train"), strict=True):
@@ -48,13 +47,13 @@ def test_cut_rows_unknown_tokens_and_words_in_pieces_are_shares(tmp_path: Path, 
         for number, (text, (_, label)) in enumerate(zip(texts, labelled_rows(90), strict=True))
     ]
     plain = make_store(recipe_of(write(tmp_path / "a.csv", rows)), encoder, tmp_path)
-    result = text_stats.describe_texts(plain, tokenizer)
+    result = data_stats.describe_texts(plain, tokenizer)
     assert result == {"rows": 90, "truncated_rows": 0, "unknown_token_share": 0.0, "split_word_share": 0.0}
     assert event_messages.format_event({"kind": "texts", **result, "limit": "data.max_tokens=64"}) is None
     strange = [(f"zurueckgeschickt abgeschickt {text} \U0001f600", label) for text, label in rows]
     long = [(f"{text} " * 30, label) for text, label in strange[:20]]
     store = make_store(recipe_of(write(tmp_path / "b.csv", strange[20:] + long)), encoder, tmp_path)
-    result = text_stats.describe_texts(store, tokenizer)
+    result = data_stats.describe_texts(store, tokenizer)
     assert (result["rows"], result["truncated_rows"], result["split_word_share"]) == (90, store.manifest.truncated, 1.0)
     assert result["truncated_rows"] >= 20
     assert 0 < result["unknown_token_share"] < 0.5

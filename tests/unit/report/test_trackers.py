@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from rtrain.config import Config
 from rtrain.core import events
 from rtrain.core.errors import ConfigError, UserError, redact
 from rtrain.core.run_folder import Run
-from rtrain.report.live import trackers
+from rtrain.report import trackers
 from rtrain.runs import prepare, run_folders as runs
 from tests.conftest import labelled_rows
 from tests.support.reports import make_run, settings, train
@@ -35,10 +36,27 @@ def follow(chosen: Config, run: Path, said: list[str] | None = None) -> None:
         train(run, ROWS_PER_UPDATE)
 
 
+def interrupt(chosen: Config, run: Path) -> None:
+    """A training that Ctrl-C ends after one update."""
+    with contextlib.suppress(KeyboardInterrupt), trackers.follow_run(chosen, Run(run), print):
+        events.append_event(run, "progress", step=1, total_steps=20, loss=2.0)
+        raise KeyboardInterrupt
+
+
+@pytest.fixture(scope="module")
+def mlflow_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store that the tracker made in another experiment: its tables take many times as long as a run."""
+    folder = tmp_path_factory.mktemp("mlflow") / "other"
+    folder.mkdir()
+    interrupt(with_trackers(["mlflow"], mlflow_experiment="other"), folder)
+    return folder.with_name("mlflow.db")
+
+
 @pytest.fixture
-def run(tmp_path: Path) -> Path:
+def run(tmp_path: Path, mlflow_store: Path) -> Path:
     folder = tmp_path / "runs" / "mine"
     folder.mkdir(parents=True)
+    shutil.copyfile(mlflow_store, folder.with_name("mlflow.db"))
     events.append_event(folder, "created", run="mine")
     return folder
 
@@ -101,14 +119,8 @@ def test_mlflow_is_told_settings_and_every_update_once(run: Path) -> None:
     assert result.data.tags["rtrain.run"] == str(run)
 
 
-def interrupt(chosen: Config, run: Path) -> None:
-    """A training that Ctrl-C ends after one update."""
-    with contextlib.suppress(KeyboardInterrupt), trackers.follow_run(chosen, Run(run), print):
-        events.append_event(run, "progress", step=1, total_steps=20, loss=2.0)
-        raise KeyboardInterrupt
-
-
 def test_a_resumed_run_goes_on_in_the_same_mlflow_run(run: Path, tmp_path: Path) -> None:
+    shutil.copyfile(run.with_name("mlflow.db"), tmp_path / "store.db")
     config = with_trackers(["mlflow"], mlflow_uri=f"sqlite:///{tmp_path / 'store.db'}", mlflow_experiment="tries")
     interrupt(config, run)
     store = Store(f"sqlite:///{tmp_path / 'store.db'}")

@@ -1,14 +1,14 @@
 """Export and import of a run: its files, atomic unpacking, and hostile bundles."""
 
-import hashlib
-import importlib.util
 import io
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
@@ -17,13 +17,12 @@ from typing import Any
 import pyarrow.parquet
 import pytest
 
-from rtrain.config.recipe import TASKS
 from rtrain.core import manifest
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.report import html, summary
 from rtrain.runs import run_folders
-from rtrain.runs.store import bundle, export_bundle, import_bundle, wheels
+from rtrain.runs.store import bundle
 from tests.conftest import labelled_rows, write_rows
 from tests.support import stock
 from tests.support.reports import answers_of, make_run, page_of, write_predictions
@@ -112,12 +111,12 @@ def holding(file: Path, texts: list[str]) -> list[str]:
 def test_equal_runs_give_equal_bytes(tmp_path: Path) -> None:
     item = stock.make(tmp_path / "a")
     (item.folder / "artifact" / "naïve.txt").write_text("x")
-    first = export_bundle.export_bundle(item, "a", tmp_path / "1.tar").file.read_bytes()
+    first = bundle.export_bundle(item, "a", tmp_path / "1.tar").file.read_bytes()
     shutil.copytree(item.folder, tmp_path / "copy" / "a")
     stock.age(tmp_path / "copy" / "a")
     os.chmod(tmp_path / "copy" / "a" / "config.yaml", 0o600)
-    second = export_bundle.export_bundle(Run(tmp_path / "copy" / "a"), "a", tmp_path / "2.tar").file.read_bytes()
-    assert hashlib.sha256(first).digest() == hashlib.sha256(second).digest()
+    second = bundle.export_bundle(Run(tmp_path / "copy" / "a"), "a", tmp_path / "2.tar").file.read_bytes()
+    assert first == second
 
 
 def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> None:
@@ -130,7 +129,7 @@ def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> No
     (item.folder / "report.html").symlink_to("/etc/hostname")
     with run_folders.lock(item):
         pass
-    sent = export_bundle.export_bundle(item, "a", tmp_path / "a.tar")
+    sent = bundle.export_bundle(item, "a", tmp_path / "a.tar")
     assert sent.left_out == ("artifact/pytorch_model.bin", "notes", "report.html")
     with tarfile.open(tmp_path / "a.tar") as tar:
         names = tar.getnames()
@@ -141,7 +140,7 @@ def test_what_is_not_a_run_s_own_stays_behind_and_is_named(tmp_path: Path) -> No
         *("run/artifact/artifact.json", "run/artifact/model.int8.bin", "run/artifact/model.safetensors"),
         *("run/config.yaml", "run/decisions.json", "run/events.jsonl"),
     ]
-    single = export_bundle.export_bundle(item, "a", tmp_path / "int8.tar", int8=True)
+    single = bundle.export_bundle(item, "a", tmp_path / "int8.tar", int8=True)
     assert single.num_files == 6
 
 
@@ -151,7 +150,7 @@ def test_a_refused_artefact_is_carried_where_that_is_asked_for_alone(run: Cli, t
     stock.artifact(item.int8_artifact, "int8", gate=gate)
     assert (run("export", "a", "--out", "a.tar")[0], (tmp_path / "a.tar").exists()) == (1, False)
     with pytest.raises(UserError) as result:
-        export_bundle.require_accepted(export_bundle.load_verdicts(item))
+        bundle.require_accepted(bundle.load_verdicts(item))
     assert result.value.code == "refused_by_gate"
     code, out, _ = run("export", "a", "--out", "a.tar", "--ungated", "--json")
     assert code == 0
@@ -177,12 +176,12 @@ def test_names_in_use_and_runs_without_artefact_are_refused(run: Cli, tmp_path: 
         (item, "used", False, "already_exists"),
     ):
         with pytest.raises(UserError) as refused:
-            export_bundle.check_export(arguments, tmp_path / out, int8)
+            bundle.check_export(arguments, tmp_path / out, int8)
         assert refused.value.code == code
-    export_bundle.export_bundle(item, "a", tmp_path / "a.tar")
+    bundle.export_bundle(item, "a", tmp_path / "a.tar")
     for name, code in (("nowhere.tar", "not_found"), ("runs", "unreadable"), ("a.tar", "already_exists")):
         with pytest.raises(UserError) as refused:
-            import_bundle.import_bundle(tmp_path / name, None, tmp_path / "runs")
+            bundle.import_bundle(tmp_path / name, None, tmp_path / "runs")
         assert refused.value.code == code
     for words in (("export", "runs/open", "--out", "o.tar"), ("export", "nowhere", "--out", "a.tar"), ("import", "no")):
         code_, _, err = run(*words)
@@ -193,8 +192,8 @@ def test_names_in_use_and_runs_without_artefact_are_refused(run: Cli, tmp_path: 
 def test_a_resume_of_a_run_that_came_without_checkpoints_is_refused(tmp_path: Path) -> None:
     item = stock.make(tmp_path / "a")
     stock.artifact(item.int8_artifact, "int8")
-    export_bundle.export_bundle(item, "a", tmp_path / "a.tar", int8=True)
-    came = import_bundle.import_bundle(tmp_path / "a.tar", tmp_path / "b", tmp_path).run
+    bundle.export_bundle(item, "a", tmp_path / "a.tar", int8=True)
+    came = bundle.import_bundle(tmp_path / "a.tar", tmp_path / "b", tmp_path).run
     with pytest.raises(UserError):
         run_folders.choose_folder(came.folder, run_folders.load_config(came.folder), "resume")
 
@@ -209,7 +208,7 @@ def hostile(
     path: Path, recorded: Files, members: Callable[[tarfile.TarFile], None] = lambda tar: None, **change: Any
 ) -> Path:
     """A parcel with these files, all rightly recorded, and whatever `members` adds."""
-    entries = {name: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for name, data in recorded.items()}
+    entries = {name: manifest.entry_from_bytes(data) for name, data in recorded.items()}
     document = {"schema_version": 1, "run": "a", "rtrain": "0", "files": entries, **change}
     with tarfile.open(path, "w") as tar:
         for name, data in {manifest.FILE_NAME: json.dumps(document).encode(), **recorded}.items():
@@ -232,7 +231,7 @@ def special(name: str, kind: bytes, target: str = "") -> Callable[[tarfile.TarFi
 def nothing_came(root: Path, file: Path, code: str = "invalid_bundle") -> None:
     before = stock.names(root)
     with pytest.raises(bundle.InvalidBundle) as refused:
-        import_bundle.import_bundle(file, None, root / "runs")
+        bundle.import_bundle(file, None, root / "runs")
     assert refused.value.code == code
     assert stock.names(root) == before
     assert not list(root.glob("runs/*")) + list(root.glob("runs/.*"))
@@ -240,7 +239,7 @@ def nothing_came(root: Path, file: Path, code: str = "invalid_bundle") -> None:
 
 def test_a_right_parcel_is_received(tmp_path: Path) -> None:
     """So that the refusals below are not of something else."""
-    assert import_bundle.import_bundle(hostile(tmp_path / "a.tar", RUN), None, tmp_path / "runs").run.exists
+    assert bundle.import_bundle(hostile(tmp_path / "a.tar", RUN), None, tmp_path / "runs").run.exists
 
 
 @pytest.mark.parametrize(
@@ -258,10 +257,8 @@ def test_a_path_that_leads_elsewhere_or_a_kind_that_no_run_holds_is_refused(tmp_
         member.size = 1
         tar.addfile(member, io.BytesIO(b"x"))
 
-    entry = {"size": 1, "sha256": hashlib.sha256(b"x").hexdigest()}
-    recorded = {path: {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()} for path, data in RUN.items()}
-    file = hostile(tmp_path / "a.tar", RUN, add, files={**recorded, name: entry})
-    nothing_came(tmp_path, file)
+    recorded = {path: manifest.entry_from_bytes(data) for path, data in {**RUN, name: b"x"}.items()}
+    nothing_came(tmp_path, hostile(tmp_path / "a.tar", RUN, add, files=recorded))
 
 
 @pytest.mark.parametrize(
@@ -300,15 +297,13 @@ def test_what_is_not_recorded_or_comes_twice_or_lacks_is_refused(tmp_path: Path)
     nothing_came(tmp_path, hostile(tmp_path / "7.tar", RUN, files=dict.fromkeys(RUN, 5)))
     clash = {**RUN, "run/a.json": b"", "run/a.json/b.json": b""}
     with pytest.raises(UserError) as refused:
-        import_bundle.import_bundle(hostile(tmp_path / "8.tar", clash), None, tmp_path / "runs")
+        bundle.import_bundle(hostile(tmp_path / "8.tar", clash), None, tmp_path / "runs")
     assert refused.value.code == "unreadable"
     assert list((tmp_path / "runs").iterdir()) == []
 
 
 def test_every_changed_byte_of_a_file_and_every_cut_is_seen(tmp_path: Path) -> None:
-    sent = export_bundle.export_bundle(
-        stock.make(tmp_path / "a", updates=()), "a", tmp_path / "a.tar"
-    ).file.read_bytes()
+    sent = bundle.export_bundle(stock.make(tmp_path / "a", updates=()), "a", tmp_path / "a.tar").file.read_bytes()
     with tarfile.open(tmp_path / "a.tar") as tar:
         inside = [(member.offset_data, member.size) for member in tar if member.size]
     (tmp_path / "a.tar").unlink()
@@ -336,20 +331,29 @@ def test_a_compressed_file_is_refused_since_it_may_grow_without_end(tmp_path: Pa
 
 
 def test_the_packages_depend_on_the_purpose_and_on_the_engine() -> None:
-    minimum = set(wheels.required_packages("predict", ["openvino"]))
+    minimum = set(bundle.required_packages("predict", ["openvino"]))
     assert "openvino" in minimum
-    assert not minimum & {"torch", "transformers", "ray[data,serve]", "fastapi", "nncf"}
-    assert set(wheels.required_packages("serve", ["openvino"])) > minimum | {"ray[data,serve]"}
-    assert set(wheels.required_packages("predict", ["torch", "openvino"])) > minimum | {"torch", "transformers"}
-    assert {"nncf", "ray[data,default,serve,train,tune]", "torch"} <= set(wheels.required_packages("all", []))
+    assert not minimum & {"torch", "transformers", "ray[data,serve]", "starlette", "nncf"}
+    assert set(bundle.required_packages("serve", ["openvino"])) > minimum | {"ray[data,serve]"}
+    # The extras are imported alone in tests/unit/project/test_small_installation.py.
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    needed_by: dict[bundle.Purpose, list[str]] = {
+        "predict": project["dependencies"],
+        "serve": [*project["dependencies"], *project["optional-dependencies"]["serve"]],
+    }
+    for purpose, lines in needed_by.items():
+        needed = {re.split("[<>=!~; ]", line)[0] for line in lines}
+        assert needed <= set(bundle.required_packages(purpose, ["openvino"]))
+    assert set(bundle.required_packages("predict", ["torch", "openvino"])) > minimum | {"torch", "transformers"}
+    assert {"nncf", "ray[data,default,serve,train,tune]", "torch"} <= set(bundle.required_packages("all", []))
 
 
 def test_pip_is_asked_for_wheels_of_the_installed_versions(tmp_path: Path) -> None:
-    assert wheels.download_arguments(["openvino", "numpy"], tmp_path / "c.txt", tmp_path) == [
+    assert bundle.download_arguments(["openvino", "numpy"], tmp_path / "c.txt", tmp_path) == [
         *("download", "--only-binary=:all:", "--dest", str(tmp_path), "--constraint", str(tmp_path / "c.txt")),
         *("openvino", "numpy"),
     ]
-    versions = dict(line.split("==") for line in wheels.installed_constraints())
+    versions = dict(line.split("==") for line in bundle.installed_constraints())
     assert versions["numpy"] == metadata.version("numpy")
     assert versions["torch"] == metadata.version("torch").partition("+")[0]
     assert "rtrain" not in versions
@@ -359,20 +363,20 @@ def test_a_build_of_torch_that_pypi_lacks_is_told_unless_its_index_is_named(monk
     for name in ("PIP_INDEX_URL", "PIP_EXTRA_INDEX_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(metadata, "version", lambda name: "2.13.0+cpu")
-    assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in (wheels.torch_build_warning(["torch"]) or "")
-    assert wheels.torch_build_warning(["openvino"]) is None
+    assert "PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu" in (bundle.torch_build_warning(["torch"]) or "")
+    assert bundle.torch_build_warning(["openvino"]) is None
     monkeypatch.setenv("PIP_EXTRA_INDEX_URL", "https://download.pytorch.org/whl/cpu")
-    assert wheels.torch_build_warning(["torch"]) is None
+    assert bundle.torch_build_warning(["torch"]) is None
 
 
 def test_wheels_come_with_the_command_that_installs_them(tmp_path: Path, run: Cli) -> None:
     item = stock.make(tmp_path / "a")
     (tmp_path / "x-1-py3-none-any.whl").write_bytes(b"wheel")
-    text = wheels.format_instructions("a", "my file.tar", "serve")
-    assert wheels.install_command("wheels") in text
-    export_bundle.export_bundle(item, "a", tmp_path / "a.tar", wheels=[tmp_path / "x-1-py3-none-any.whl"], install=text)
+    text = bundle.format_instructions("a", "my file.tar", "serve")
+    assert bundle.install_command("wheels") in text
+    bundle.export_bundle(item, "a", tmp_path / "a.tar", wheels=[tmp_path / "x-1-py3-none-any.whl"], install=text)
     code, out, err = run("import", "a.tar", "--json")
-    assert (code, json.loads(out)["install"]) == (0, wheels.install_command("runs/a/wheels")), err
+    assert (code, json.loads(out)["install"]) == (0, bundle.install_command("runs/a/wheels")), err
     assert (tmp_path / "runs" / "a" / "wheels" / "x-1-py3-none-any.whl").read_bytes() == b"wheel"
 
 
@@ -381,7 +385,7 @@ def test_pip_that_fails_is_told_with_its_reason(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("PIP_RETRIES", "0")
     monkeypatch.delenv("PIP_EXTRA_INDEX_URL", raising=False)
     with pytest.raises(UserError) as failed:
-        wheels.fetch_wheels("predict", ["openvino"], tmp_path)
+        bundle.fetch_wheels("predict", ["openvino"], tmp_path)
     assert failed.value.code == "unreachable"
 
 
@@ -421,47 +425,24 @@ def modules_of(names: list[str]) -> set[str]:
 
 
 def test_the_smallest_set_answers_and_lists_runs(tmp_path: Path) -> None:
-    """Every package that is not in it cannot be imported; the engine of this artefact is added, as an int8 one's is."""
-    instance = make_artifact(tmp_path / "a" / "artifact")
-    rows = write_rows(tmp_path / "rows.csv", labelled_rows(5))
+    """The artifact has the float engine; an int8 one needs its own."""
+    rows, instance = write_rows(tmp_path / "rows.csv", labelled_rows(5)), make_artifact(tmp_path / "a" / "artifact")
     stock.make(tmp_path / "b")
     for engine, words in (
-        ("torch", ["predict", str(instance), "hello"]),
         ("torch", ["predict", str(instance), "--data", str(rows), "--out", str(tmp_path / "answers.csv")]),
-        ("openvino", ["runs", str(tmp_path)]),
-        ("openvino", ["clean", str(tmp_path / "b")]),
+        ("openvino", ["clean", str(tmp_path)]),
     ):
-        allowed = ",".join(sorted(modules_of(wheels.required_packages("predict", [engine]))))
+        allowed = ",".join(sorted(modules_of(bundle.required_packages("predict", [engine]))))
         command = [sys.executable, "-c", RESTRICTED, allowed, *words]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr
 
 
-def test_the_smallest_set_answers_by_every_task() -> None:
-    allowed = ",".join(sorted(modules_of(wheels.required_packages("predict", ["openvino"]))))
-    tasks = f"from rtrain.tasks import base\nfor name in {TASKS!r}: base.get_task(name)\n"
-    tasks += "import rtrain.inference.predictor\n"
-    command = [sys.executable, "-c", RESTRICTED.partition("from rtrain.cli")[0] + tasks, allowed]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
 SERVING = """
 from rtrain.cluster.connection import session, silence_ray_loggers, wait_until_interrupted
-from rtrain.report.live import progress
-from serve import app, deployment, explanations
+from rtrain.report import progress
+from serve import app, deployment, model
 from serve.auth import preflight
 silence_ray_loggers()
 """
-
-
-def test_what_serving_imports_is_in_its_set() -> None:
-    result = importlib.util.find_spec("ray")
-    assert result is not None
-    assert result.origin is not None
-    bundled = {path.name for path in (Path(result.origin).parent / "thirdparty_files").iterdir()}  # in Ray's own wheel
-    allowed = ",".join(sorted(modules_of(wheels.required_packages("serve", ["openvino"])) | bundled))
-    script = RESTRICTED.partition("from rtrain.cli")[0] + SERVING
-    command = [sys.executable, "-c", script, allowed]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+"""What `rtrain serve` imports; `tests/unit/project/test_small_installation.py` runs it too."""

@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -17,11 +16,11 @@ from rtrain.core import atomic_write, events, manifest
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.report import html, summary
-from rtrain.runs import prepare, run_folders
-from rtrain.runs.store import clean, clean_plan, disk_usage, run_info, scan, table
-from rtrain.runs.store.clean_plan import Keep, Removal
+from rtrain.runs import run_folders
+from rtrain.runs.store import clean, run_info, scan, table
+from rtrain.runs.store.clean import Keep, Removal
 from rtrain.runs.store.run_info import RunInfo
-from rtrain.verification import ledger
+from rtrain.verification import verify
 from tests.conftest import labelled_rows
 from tests.support import stock
 from tests.support.reports import answers_of, make_run, page_of, write_predictions
@@ -34,7 +33,15 @@ Cli = test_cli.Cli
 
 
 def planned(folder: Path, keep: Keep) -> list[Removal]:
-    return clean_plan.plan_run_removal(known_of(folder), keep, scan.scan_surroundings(folder))
+    return clean.plan_run_removal(known_of(folder), keep, scan.scan_surroundings(folder))
+
+
+def planned_root(root: Path, keep: Keep, with_stores: bool = False) -> list[Removal]:
+    return clean.plan_root_removal(scan.scan_folder(root), keep, with_stores=with_stores)
+
+
+def resumes(run: Run) -> bool:
+    return run_folders.choose_folder(run.folder, run_folders.load_config(run.folder), "resume")[0] == run.folder
 
 
 def known_of(folder: Path) -> RunInfo:
@@ -57,7 +64,7 @@ def test_artifact_keeps_all_that_is_finished(tmp_path: Path) -> None:
     (element.folder / "my-notes.md").write_text("mine")
     before = stock.names(element.folder)
     removals = planned(element.folder, "artifact")
-    size = disk_usage.measure_bytes(element.checkpoints) + 100
+    size = run_info.measure_bytes(element.checkpoints) + 100
     assert (size > 3 * stock.WEIGHTS, clean.remove_all(removals)) == (True, size)
     remaining = {name for name in before if not name.startswith(("checkpoints/", "ray/"))}
     assert {"my-notes.md", "config.yaml", "artifact/model.safetensors"} <= remaining
@@ -100,7 +107,7 @@ def test_leftovers_go_when_they_have_settled_and_the_only_artefact_never(tmp_pat
         stock.age(path)
     (element.folder / ".artifact-int8.89abcdef" / "model.safetensors").write_bytes(b"is being written")
     assert gone(planned(element.folder, "artifact"), element.folder) == {
-        *(".artifact.0123abcd", ".artifact-int8.0123abcd", "checkpoints/.step-00000030.0123abcd"),
+        *(".artifact.0123abcd", ".artifact-int8.0123abcd", "checkpoints/.step-00000030.0123abcd")
     }
 
 
@@ -121,7 +128,7 @@ def test_checkpoints_stay_while_the_artefact_is_damaged(tmp_path: Path) -> None:
     """A disk has changed a byte of it: the checkpoints may be the only good weights."""
     ended, other = (stock.make(tmp_path / "runs" / name) for name in ("a", "b"))
     (ended.artifact / "model.safetensors").write_bytes(b"A" * stock.WEIGHTS)
-    removals = clean_plan.verify_removals(clean_plan.plan_root_removal(scan.scan_folder(tmp_path / "runs"), "artifact"))
+    removals = clean.verify_removals(planned_root(tmp_path / "runs", "artifact"))
     assert [(bool(removal.items), removal.is_unreadable) for removal in removals] == [(False, False), (True, False)]
     clean.remove_all(removals)
     assert (ended.checkpoints.exists(), other.checkpoints.exists()) == (True, False)
@@ -148,7 +155,7 @@ def test_it_goes_on_past_a_file_that_cannot_be_read(tmp_path: Path, run: Cli, mo
 
 def test_it_goes_on_past_what_cannot_be_removed(tmp_path: Path) -> None:
     holdout, other = (stock.make(tmp_path / "runs" / name) for name in ("a", "b"))
-    removals = clean_plan.plan_root_removal(scan.scan_folder(tmp_path / "runs"), "artifact")
+    removals = planned_root(tmp_path / "runs", "artifact")
     with run_folders.lock(holdout), pytest.raises(UserError):
         clean.remove_all(removals)
     assert (holdout.checkpoints.exists(), other.checkpoints.exists()) == (True, False)
@@ -160,7 +167,7 @@ def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
     with run_folders.lock(element), run_folders.lock(searched.trial(2)):
         for folder in (element.folder, searched.folder):
             assert ([part for item in planned(folder, "none") for part in item.items]) == []
-        assert gone(clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "none"), tmp_path) == set()
+        assert gone(planned_root(tmp_path, "none"), tmp_path) == set()
     removals = planned(element.folder, "none")
     with run_folders.lock(element), pytest.raises(UserError):
         clean.remove_all(removals)  # begun after it was planned
@@ -185,7 +192,7 @@ def test_a_whole_run_goes_without_what_is_not_rtrain_s(tmp_path: Path) -> None:
     [removed] = removals = planned(searched.folder, "none")
     stay = ("notes.txt", "wheels", "trial-000/mine")
     assert len(removed.kept_reasons) == len(stay)
-    assert removed.size == disk_usage.measure_bytes(searched.folder) - len(stay) * len("mine")
+    assert removed.size == run_info.measure_bytes(searched.folder) - len(stay) * len("mine")
     for _ in range(2):  # asked for again, it goes no further
         clean.remove_all(removals)
         assert stock.names(searched.folder) == {"notes.txt", "wheels/spokes.csv", "trial-000/mine/rows.csv"}
@@ -214,7 +221,7 @@ def test_a_run_goes_as_a_whole_unless_another_needs_it(tmp_path: Path) -> None:
     stock.make(tmp_path / "tuned", model__name=str(teacher.artifact))
     [refused] = planned(teacher.folder, "none")
     assert not refused.items
-    assert len(clean_plan.list_dependents(known_of(teacher.folder), scan.scan_folder(tmp_path))) == 2
+    assert len(clean.list_dependents(known_of(teacher.folder), scan.scan_folder(tmp_path))) == 2
     assert gone(planned(tmp_path / "tuned", "none"), tmp_path) == {"tuned"}
     clean.remove_all(planned(tmp_path / "tuned", "none"))
     clean.remove_all(planned(tmp_path / "student", "none"))
@@ -243,9 +250,9 @@ def test_a_whole_folder_goes_with_all_that_need_one_another_but_what_a_running_o
     stock.store(tmp_path, "aaaa")
     stock.store(tmp_path, "bbbb")
     with run_folders.lock(running):
-        assert gone(clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "none"), tmp_path) == {"tuned"}
-    assert gone(clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "none"), tmp_path) == {
-        *("teacher", "tuned", "running", ".tokens/aaaa", ".tokens/bbbb"),
+        assert gone(planned_root(tmp_path, "none"), tmp_path) == {"tuned"}
+    assert gone(planned_root(tmp_path, "none"), tmp_path) == {
+        *("teacher", "tuned", "running", ".tokens/aaaa", ".tokens/bbbb")
     }
 
 
@@ -255,19 +262,15 @@ def test_what_stays_for_a_running_one_keeps_what_it_needs_itself(tmp_path: Path)
     running = stock.make(tmp_path / "running", ended=None, model__name=str(second.artifact))
     stock.make(tmp_path / "other")
     with run_folders.lock(running):
-        assert gone(clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "none"), tmp_path) == {"other"}
+        assert gone(planned_root(tmp_path, "none"), tmp_path) == {"other"}
 
 
 def test_while_a_run_cannot_be_read_what_it_may_use_stays(tmp_path: Path) -> None:
     stock.age(stock.store(tmp_path, "cccc"))
     stock.make(tmp_path / "torn").config.write_text("[")
-    [messages] = [
-        removed
-        for removed in clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "artifact")
-        if removed.run is None
-    ]
+    [messages] = [removed for removed in planned_root(tmp_path, "artifact") if removed.run is None]
     assert (messages.items, len(messages.kept_reasons)) == ((), 1)
-    assert gone(clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "none"), tmp_path) == {"torn", ".tokens/cccc"}
+    assert gone(planned_root(tmp_path, "none"), tmp_path) == {"torn", ".tokens/cccc"}
 
 
 def test_a_run_behind_a_link_keeps_what_it_uses(tmp_path: Path) -> None:
@@ -278,15 +281,11 @@ def test_a_run_behind_a_link_keeps_what_it_uses(tmp_path: Path) -> None:
     for digest in ("aaaa", "cccc"):
         stock.age(stock.store(tmp_path / "runs", digest))
     with run_folders.lock(live):
-        assert gone(clean_plan.plan_root_removal(scan.scan_folder(tmp_path / "runs"), "none"), tmp_path / "runs") == {
-            ".tokens/cccc"
-        }
+        assert gone(planned_root(tmp_path / "runs", "none"), tmp_path / "runs") == {".tokens/cccc"}
     assert not planned(teacher.folder, "none")[0].items
     assert [run.name for run in scan.scan_folder(tmp_path / "runs").runs] == ["teacher"]
     live.config.write_text("[")
-    assert gone(clean_plan.plan_root_removal(scan.scan_folder(tmp_path / "runs"), "artifact"), tmp_path / "runs") == {
-        "teacher/checkpoints"
-    }
+    assert gone(planned_root(tmp_path / "runs", "artifact"), tmp_path / "runs") == {"teacher/checkpoints"}
 
 
 def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_path: Path) -> None:
@@ -310,11 +309,11 @@ def test_stores_and_copies_that_no_run_uses_go_and_others_only_when_asked(tmp_pa
     result = scan.scan_folder(tmp_path)
     unused = {".students/v2-3", ".copies/2222", ".tokens/cccc", ".tokens/.cccc.classes.baselines.json"}
     left = {orphaned.folder.relative_to(tmp_path).as_posix()}
-    removals = clean_plan.plan_root_removal(result, "artifact")
+    removals = clean.plan_root_removal(result, "artifact")
     assert gone(removals, tmp_path) == unused | left
     written.release()
     assert [removal.name for removal in removals if removal.run is None and removal.kept_reasons] == [".tokens/dddd"]
-    overrides = clean_plan.plan_root_removal(result, "artifact", with_stores=True)
+    overrides = clean.plan_root_removal(result, "artifact", with_stores=True)
     assert gone(overrides, tmp_path) == unused | left | {".tokens/aaaa"}
     assert [item.name for item in overrides if item.run is None and item.kept_reasons] == [
         ".tokens/bbbb",
@@ -332,7 +331,7 @@ def test_an_import_that_was_killed_leaves_a_draft_that_goes_and_one_that_goes_on
     killed.release()
     (tmp_path / ".mine.0123abcd").mkdir()
     stock.age(tmp_path / ".mine.0123abcd")
-    removals = clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "artifact")
+    removals = planned_root(tmp_path, "artifact")
     assert gone(removals, tmp_path) == {killed.folder.name}
     clean.remove_all(removals)
     writing.release()
@@ -393,11 +392,11 @@ def test_a_report_without_its_token_store_keeps_its_scores_answers_and_baselines
     html.make_report(element)
     assert element.baselines.is_file()
     remaining = element.baselines.read_bytes()
-    removals = clean_plan.plan_root_removal(scan.scan_folder(tmp_path / "runs"), "artifact", with_stores=True)
+    removals = planned_root(tmp_path / "runs", "artifact", with_stores=True)
     clean.remove_all(removals)
     assert Run(element.folder).token_store is None
     with pytest.raises(UserError):
-        ledger.check_ledger(Run(element.folder))
+        verify.check_ledger(Run(element.folder))
     html.make_report(Run(element.folder))
     assert element.baselines.read_bytes() == remaining
 
@@ -407,10 +406,8 @@ def test_a_resume_says_that_the_checkpoints_were_cleaned(tmp_path: Path) -> None
     clean.remove_all(planned(searched.folder, "artifact"))
     trial, winner = searched.trial(0), searched.trial(1)
     with pytest.raises(UserError):
-        run_folders.choose_folder(trial.folder, run_folders.load_config(trial.folder), "resume")
-    assert (
-        run_folders.choose_folder(winner.folder, run_folders.load_config(winner.folder), "resume")[0] == winner.folder
-    )
+        resumes(trial)
+    assert resumes(winner)
     storage = config.with_overrides(run_folders.load_config(trial.folder), {"cluster.storage": "memory://copy"})
     assert run_folders.choose_folder(trial.folder, storage, "resume")[0] == trial.folder
 
@@ -420,11 +417,8 @@ def test_a_search_that_has_not_chosen_goes_on_after_a_removal(tmp_path: Path) ->
     searched = stock.search(tmp_path / "s", best=None)
     clean.remove_all(planned(searched.folder, "artifact"))
     assert Run(searched.folder).last_event("cleaned") is not None
-    for element in (searched, searched.trial(0)):
-        assert (
-            run_folders.choose_folder(element.folder, run_folders.load_config(element.folder), "resume")[0]
-            == element.folder
-        )
+    assert resumes(searched)
+    assert resumes(searched.trial(0))
 
 
 def test_a_run_of_which_leftovers_alone_went_is_resumed(tmp_path: Path) -> None:
@@ -434,53 +428,58 @@ def test_a_run_of_which_leftovers_alone_went_is_resumed(tmp_path: Path) -> None:
     shutil.rmtree(element.checkpoints)  # it was stopped before its first one
     clean.remove_all(planned(element.folder, "artifact"))
     assert Run(element.folder).last_event("cleaned") is not None
-    assert (
-        run_folders.choose_folder(element.folder, run_folders.load_config(element.folder), "resume")[0]
-        == element.folder
-    )
+    assert resumes(element)
 
 
 # --------------------------------------------------------------------------------------------------------------- kills
 
 KILLED = """
-import os, signal, sys
+import itertools, os, signal, sys
 from pathlib import Path
-from typing import Any
-from rtrain.verification import ledger
-from rtrain.runs.store import clean, clean_plan, scan
-left = int(sys.argv[3])
-def counted(do):
-    def call(*arguments, **options):
-        global left
-        left -= 1
-        if left < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return do(*arguments, **options)
-    return call
-folder = Path(sys.argv[1])
-inventory = scan.scan_surroundings(folder)
-removals = clean_plan.plan_run_removal(inventory.find(folder), sys.argv[2], inventory)
-for name in ("unlink", "rmdir", "rename"):
-    setattr(os, name, counted(getattr(os, name)))
-clean.remove_all(removals)
+from rtrain.runs.store import clean, scan
+from tests.support import stock
+
+def remove(folder, keep, left):
+    def counted(do):
+        def call(*arguments, **options):
+            nonlocal left
+            left -= 1
+            if left < 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return do(*arguments, **options)
+        return call
+    inventory = scan.scan_surroundings(folder)
+    removals = clean.plan_run_removal(inventory.find(folder), keep, inventory)
+    for name in ("unlink", "rmdir", "rename"):
+        setattr(os, name, counted(getattr(os, name)))
+    clean.remove_all(removals)
+
+code = -signal.SIGKILL
+for moment in itertools.count(0, 3):
+    run = stock.make(Path(sys.argv[1]) / f"{moment:03}" / "a", updates=(10, 20))
+    child = os.fork()
+    if child == 0:
+        remove(run.folder, sys.argv[2], moment)
+        os._exit(0)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code != -signal.SIGKILL:
+        sys.exit(code)
 """
+"""Kills removals of equal runs, each three calls later, until one ends."""
 
 
 @pytest.mark.parametrize("keep", ["artifact", "none"])
 def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_ends_it(
     tmp_path: Path, keep: Keep
 ) -> None:
-    moment, killed = 0, 0
-    while True:
-        element = stock.make(tmp_path / str(moment) / "a", updates=(10, 20))
-        words = [sys.executable, "-c", KILLED, str(element.folder), keep, str(moment)]
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
-        if done.returncode == 0:
-            break
-        assert done.returncode == -signal.SIGKILL, done.stderr
-        killed += 1
-        if keep == "artifact":
-            assert Run(element.folder).is_finished
+    words = [sys.executable, "-c", KILLED, str(tmp_path), keep]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    *killed, finished = (Run(path / "a") for path in sorted(tmp_path.iterdir()))
+    assert len(killed) >= 3
+    assert finished.folder.exists() == (keep == "artifact")
+    for element in killed:
+        assert element.is_finished or keep == "none"
         if element.folder.exists():
             # Whatever has a final name is whole, and while anything is left it is a run that can be listed.
             assert element.config.is_file() or not list(element.folder.iterdir())
@@ -496,9 +495,6 @@ def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_en
             assert {path.name for path in element.folder.iterdir()} == remaining
         elif element.folder.exists():
             assert not list(element.folder.iterdir())  # killed before the last rmdir
-        moment += 3
-    assert killed >= 3
-    assert element.folder.exists() == (keep == "artifact")
 
 
 # --------------------------------------------------------------------------------------------------- the command line
@@ -507,7 +503,7 @@ def test_a_removal_that_is_killed_at_any_moment_leaves_a_run_and_the_next_one_en
 def test_the_command_line_lists_says_what_goes_and_removes_it(run: Cli, tmp_path: Path) -> None:
     element = stock.make(tmp_path / "runs" / "a b")
     stock.make(tmp_path / "runs" / "c", ended="interrupted")
-    size = disk_usage.measure_bytes(element.checkpoints)
+    size = run_info.measure_bytes(element.checkpoints)
     code, out, err = run("runs", "--json")
     assert code == 0, err
     document = json.loads(out)
@@ -561,11 +557,7 @@ def test_a_run_stays_that_an_unreadable_one_may_be_taught_by(tmp_path: Path) -> 
     student.config.write_text("a: [")
     [removal] = planned(teacher.folder, "none")
     assert not removal.items
-    assert all(
-        item.removes_run
-        for item in clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "none")
-        if item.run is not None
-    )
+    assert all(item.removes_run for item in planned_root(tmp_path, "none") if item.run is not None)
 
 
 def test_a_password_of_the_storage_is_not_told(tmp_path: Path) -> None:
@@ -587,11 +579,7 @@ def test_a_folder_that_cannot_be_read_is_listed_and_ends_nothing(
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name not in closed and overrides(path, mode))
 
     def unused() -> Removal:
-        return next(
-            item
-            for item in clean_plan.plan_root_removal(scan.scan_folder(tmp_path), "none", True)
-            if item.name == ".tokens/unused"
-        )
+        return next(item for item in planned_root(tmp_path, "none", with_stores=True) if item.name == ".tokens/unused")
 
     result = scan.scan_folder(tmp_path)
     assert [run.name for run in result.runs] == ["a"]
@@ -604,7 +592,6 @@ def test_a_folder_that_cannot_be_read_is_listed_and_ends_nothing(
 def test_the_days_until_a_finished_run_is_asked_for_again_are_none_of_its_own(tmp_path: Path) -> None:
     element = stock.make(tmp_path / "a")
     before = scan.scan_folder(tmp_path).runs[0].seconds
-    for kind in run_info.ROW_EVENTS:
+    for kind in events.ROW_EVENTS[1:]:
         stock.log(element, kind, 1_700_000_000.0 + 3 * 86_400, store="s")
     assert scan.scan_folder(tmp_path).runs[0].seconds == before
-    assert {*run_info.ROW_EVENTS, "tokenized"} == {*prepare.ROW_EVENTS}

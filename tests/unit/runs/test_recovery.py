@@ -18,7 +18,7 @@ from rtrain.core.errors import TemporaryFailureError, UserError
 from rtrain.core.manifest import UnreadableFileError
 from rtrain.core.run_folder import Run
 from rtrain.parallel import collectives
-from rtrain.runs import controller, failures, run_folders
+from rtrain.runs import controller, recovery, run_folders
 from rtrain.runs.recovery import (
     GrowthTimer,
     RetryBudget,
@@ -30,7 +30,7 @@ from rtrain.runs.recovery import (
     usable_workers,
 )
 from rtrain.verification import drill
-from rtrain.verification.faults import FAULTS
+from rtrain.verification.drill import FAULTS
 from tests.conftest import labelled_rows, write_rows
 from tests.support.tiny import make_encoder
 from tests.unit.trainer import test_trainer
@@ -41,51 +41,60 @@ ground, straight = test_trainer.ground, test_trainer.straight  # fixtures
 # ------------------------------------------------------------------------------------------------------------ decisions
 
 
-def test_crashes_without_progress_are_counted() -> None:
-    recovery = RetryBudget(max_failures=2)
-    assert [recovery.should_retry("crash", 0) for _ in range(3)] == [True, True, False]  # max_crashes + 1 starts in all
+def failed(*errors: Exception) -> RuntimeError:
+    """Ray Train's error, with an error of each worker."""
+    failure: Any = RuntimeError("training failed")
+    failure.worker_failures = dict(enumerate(errors))
+    return failure  # type: ignore[no-any-return]
 
 
-def test_a_run_that_gets_on_may_crash_as_often_as_it_likes() -> None:
-    recovery = RetryBudget(max_failures=1)
-    assert all(recovery.should_retry("crash", update) for update in range(100))
-    assert not recovery.should_retry("crash", 99)
-
-
-def test_an_error_that_is_the_same_each_time_is_tried_again_once() -> None:
-    recovery = RetryBudget(max_failures=3)
-    assert [recovery.should_retry("crash", 0, error="no padding token") for _ in range(2)] == [True, False]
-    recovery = RetryBudget(max_failures=3)
-    assert all(recovery.should_retry("crash", 0, error=error) for error in ("a", "b", None))
-    assert all(recovery.should_retry("crash", update, error="a") for update in (1, 2, 3))  # it got on meanwhile
+@pytest.mark.parametrize(
+    ("max_failures", "failures", "retries"),
+    [
+        (2, [("crash", 0)] * 3, [True, True, False]),
+        # Crashes are counted since the last progress.
+        (1, [*(("crash", step) for step in range(100)), ("crash", 99)], [*[True] * 100, False]),
+        # The same program error at the same step ends the run.
+        (3, [("crash", 0, False, "no padding token")] * 2, [True, False]),
+        (3, [("crash", 0, False, error) for error in ("a", "b", None)], [True] * 3),
+        (3, [("crash", step, False, "a") for step in (1, 2, 3)], [True] * 3),
+        (0, [*[("preemption", 0)] * 50, ("refused", 0), ("crash", 0)], [*[True] * 50, False, False]),
+        # A lost spot node does not count, another lost node does.
+        (1, [*[("node_lost", 0, True)] * 50, ("node_lost", 0), ("node_lost", 0)], [*[True] * 51, False]),
+    ],
+)
+def test_the_budget_decides_which_failures_are_retried(
+    max_failures: int, failures: list[tuple[Any, ...]], retries: list[bool]
+) -> None:
+    budget = RetryBudget(max_failures)
+    assert [budget.should_retry(*failure) for failure in failures] == retries
 
 
 @pytest.mark.parametrize(("error", "starts"), [(ValueError("no padding token"), 2), (OSError("stale handle"), 4)])
 def test_a_worker_s_own_error_ends_a_run_at_its_second_time(tmp_path: Path, error: Exception, starts: int) -> None:
-    failure = RuntimeError("training failed")
-    failure.worker_failures = {0: error}  # type: ignore[attr-defined]
-    recovery = RetryBudget(max_failures=3)
+    budget = RetryBudget(max_failures=3)
     for _ in range(starts - 1):
-        controller.recover_or_raise(Run(tmp_path), failure, recovery)
+        controller.recover_or_raise(Run(tmp_path), failed(error), budget)
     with pytest.raises(UserError):
-        controller.recover_or_raise(Run(tmp_path), failure, recovery)
+        controller.recover_or_raise(Run(tmp_path), failed(error), budget)
     assert [event["kind"] for event in events.read_events(tmp_path)] == [*["crashed"] * (starts - 1), "failed"]
 
 
-def test_preemptions_cost_nothing_and_errors_of_the_user_end_the_run() -> None:
-    recovery = RetryBudget(max_failures=0)
-    assert all(recovery.should_retry("preemption", 0) for _ in range(50))
-    assert not recovery.should_retry("refused", 0)
-    assert not recovery.should_retry("crash", 0)
+@pytest.mark.parametrize(
+    ("error", "is_preempted", "cause"),
+    [
+        (UserError("no such column", code="missing"), True, "refused"),
+        (UnreadableFileError("state.json cannot be read"), False, "crash"),
+        (RuntimeError("CUDA out of memory"), True, "preemption"),
+        (RuntimeError("CUDA out of memory"), False, "memory"),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False, "crash"),
+    ],
+)
+def test_a_failure_has_one_cause(error: Exception, is_preempted: bool, cause: str) -> None:
+    assert recovery.classify_failure(recovery.find_causes(failed(error)), is_preempted=is_preempted) == cause
 
 
-def test_a_spot_node_that_is_lost_costs_nothing_and_another_one_is_a_crash() -> None:
-    recovery = RetryBudget(max_failures=1)
-    assert all(recovery.should_retry("node_lost", 0, is_spot_loss=True) for _ in range(50))
-    assert [recovery.should_retry("node_lost", 0) for _ in range(2)] == [True, False]
-
-
-def test_what_may_come_of_a_lost_node_is_told_from_what_a_worker_says(tmp_path: Path) -> None:
+def test_what_may_come_of_a_lost_node_is_told_from_what_a_worker_says() -> None:
     from ray.exceptions import ActorDiedError
 
     for error, maybe in (
@@ -94,9 +103,7 @@ def test_what_may_come_of_a_lost_node_is_told_from_what_a_worker_says(tmp_path: 
         (RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.7]:4242"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
     ):
-        failure = RuntimeError("training failed")
-        failure.worker_failures = {0: error}  # type: ignore[attr-defined]
-        assert failures.may_be_node_loss(failures.find_causes(failure)) == maybe
+        assert recovery.may_be_node_loss(recovery.find_causes(failed(error))) == maybe
 
 
 @pytest.mark.parametrize(("labels", "spends"), [({"ray.io/market-type": "spot"}, False), ({}, True)])
@@ -110,17 +117,15 @@ def test_the_loss_of_a_node_is_told_as_such(
         return {"5a" * 28: capacity.NodeSpec({}, labels)}
 
     monkeypatch.setattr(capacity, "find_lost_nodes", lost)
-    failure = RuntimeError("training failed")
-    failure.worker_failures = {0: collectives.OtherRankFailed("another worker failed")}  # type: ignore[attr-defined]
-    recovery = RetryBudget(max_failures=1)
-    controller.recover_or_raise(Run(tmp_path), failure, recovery, {"5a" * 28, "6b" * 28})
+    budget, failure = RetryBudget(max_failures=1), failed(collectives.OtherRankFailed("another worker failed"))
+    controller.recover_or_raise(Run(tmp_path), failure, budget, {"5a" * 28, "6b" * 28})
     assert seconds_ == [({"5a" * 28, "6b" * 28}, controller.NODE_LOSS_TIMEOUT_S)]
     [event] = events.read_events(tmp_path)
     assert event["cause"] == "node_lost"
     named_settings = f"{'' if spends else 'spot '}node 5a5a5a5a lost without notice; another worker failed"
     assert event["error"] == named_settings
-    assert recovery.failures == spends
-    failure.worker_failures = {0: OSError("no space left")}  # type: ignore[attr-defined]
+    assert budget.failures == spends
+    failure = failed(OSError("no space left"))
     controller.recover_or_raise(Run(tmp_path), failure, RetryBudget(max_failures=1), {"5a" * 28})
     assert seconds_[-1][1] == 0  # a worker reported its error: no wait for a lost node
 
@@ -140,9 +145,8 @@ def test_a_start_that_ran_out_of_memory_is_followed_by_one_with_smaller_passes(
     error: str, result: bool, tmp_path: Path
 ) -> None:
     assert is_out_of_memory(["", f"Traceback ...\n{error}"]) == result
-    failure = RuntimeError("training failed")
-    cause = MemoryError() if error == "MemoryError" else RuntimeError(error)  # Python's own says nothing more
-    failure.worker_failures = {0: cause}  # type: ignore[attr-defined]
+    # Python's own error has no message.
+    failure = failed(MemoryError() if error == "MemoryError" else RuntimeError(error))
     failure.args = (f"a worker failed: {error}",)
     controller.recover_or_raise(Run(tmp_path), failure, RetryBudget(max_failures=1))
     [crashed] = events.read_events(tmp_path)
@@ -171,8 +175,7 @@ def test_who_used_a_node_s_memory_is_told(tmp_path: Path) -> None:
         part in messages for part in ("192.0.2.2", "22.47", "23.54", "95 %", "21945", "9.52", "jupyter lab (21741)")
     )
     assert describe_out_of_memory(["MemoryError"]) is None
-    failure = RuntimeError("training failed")
-    failure.worker_failures = {0: RuntimeError(RAY_2_60)}  # type: ignore[attr-defined]
+    failure = failed(RuntimeError(RAY_2_60))
     controller.recover_or_raise(Run(tmp_path), failure, RetryBudget(max_failures=1))
     [crashed] = events.read_events(tmp_path)
     assert (crashed["cause"], crashed["error"]) == ("memory", messages)
@@ -181,8 +184,7 @@ def test_who_used_a_node_s_memory_is_told(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_read_now_is_tried_again_and_then_left_to_another_start(tmp_path: Path) -> None:
-    failure = RuntimeError("training failed")
-    failure.worker_failures = {0: UnreadableFileError("state.json cannot be read"), 1: collectives.OtherRankFailed("")}  # type: ignore[attr-defined]
+    failure = failed(UnreadableFileError("state.json cannot be read"), collectives.OtherRankFailed(""))
     controller.recover_or_raise(Run(tmp_path), failure, RetryBudget(max_failures=1))
     assert [event["cause"] for event in events.read_events(tmp_path)] == ["crash"]
     with pytest.raises(TemporaryFailureError, check=lambda error: isinstance(error, UnreadableFileError)):

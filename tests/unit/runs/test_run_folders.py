@@ -82,8 +82,7 @@ def test_what_is_refused_leaves_the_run_that_is_trained_as_it_was(used: Path) ->
     with run_folders.lock(Run(used)):
         with pytest.raises(UserError, check=lambda error: error.code == "in_use"):
             prepare.prepare_run(instance(train__keep_checkpoints=7, **DECIDED), used, "resume")
-        reuses: tuple[run_folders.Reuse, ...] = ("resume", "refuse")
-        for reuse in reuses:
+        for reuse in get_args(run_folders.Reuse)[:2]:  # refuse and resume
             with (
                 pytest.raises(UserError, check=lambda error: error.code == "in_use"),
                 run_folders.lock_new_run(Run(used), reuse),
@@ -119,8 +118,7 @@ def test_a_name_that_a_killed_command_has_claimed_is_free(tmp_path: Path) -> Non
 
 def test_a_folder_with_something_else_in_it_is_never_used(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
-    reuses: tuple[run_folders.Reuse, ...] = ("refuse", "resume", "new")
-    for reuse in reuses:
+    for reuse in get_args(run_folders.Reuse):
         with pytest.raises(UserError, check=lambda error: error.code == "not_empty"):
             run_folders.choose_folder(tmp_path, instance(), reuse)
 
@@ -229,10 +227,17 @@ def rest(name: str, value: Any) -> Iterator[Any]:
     yield from ({"optim.lr": [1e-4, 1e-3]}, {"for": "this"})
 
 
+@pytest.fixture(scope="module")
+def frozen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
+    """A run that many tests read, and its configuration."""
+    folder = tmp_path_factory.mktemp("frozen") / "run"
+    return folder, run_folders.write_frozen_config(Run(folder), instance(train__global_batch_size=64, **DECIDED))
+
+
 @pytest.mark.parametrize("name", sorted(set(config.iter_setting_names())))
-def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, name: str) -> None:
+def test_every_setting_is_taken_by_a_resume_or_refused_by_name(frozen: tuple[Path, Config], name: str) -> None:
     """Only settings that change the weights are refused; no setting is dropped."""
-    old = run_folders.write_frozen_config(Run(tmp_path / "run"), instance(train__global_batch_size=64, **DECIDED))
+    folder, old = frozen
     for value in rest(name, config.flatten_config(old)[name]):
         requested_settings = {name: value, **BESIDE.get(name, {})}
         try:
@@ -245,10 +250,10 @@ def test_every_setting_is_taken_by_a_resume_or_refused_by_name(tmp_path: Path, n
         raise AssertionError(f"{name} has no other value")
     assert config.flatten_config(changed)[name] != config.flatten_config(old)[name]
     if changed.recipe.recipe_digest() == old.recipe.recipe_digest() and name != "name":
-        assert run_folders.choose_folder(tmp_path / "run", new, "resume")[1] == changed
+        assert run_folders.choose_folder(folder, new, "resume")[1] == changed
         return
     with pytest.raises(ConfigError) as caught:
-        run_folders.choose_folder(tmp_path / "run", new, "resume")
+        run_folders.choose_folder(folder, new, "resume")
     resolved = "train.global_batch_size" if name == "train.aggregation_frequency" else name
     assert resolved in [problem.field for problem in caught.value.problems]
 

@@ -11,7 +11,7 @@ import pytest
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.runs import run_folders
-from rtrain.runs.store import clean_plan, disk_usage, run_info, scan, table
+from rtrain.runs.store import clean, run_info, scan, table
 from tests.support import stock
 
 
@@ -23,7 +23,7 @@ def test_a_finished_run_is_told_with_its_score_its_time_its_size_and_where_it_ca
     assert (history.kind, history.status, str(history.score)) == ("run", "finished", "0.6000 accuracy (test)")
     assert (history.started_at, history.seconds) == (1_700_000_000.0, 60.0)
     assert history.size == sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file())
-    assert history.bytes_by_part["checkpoints"] == disk_usage.measure_bytes(run.checkpoints) > 3 * stock.WEIGHTS
+    assert history.bytes_by_part["checkpoints"] == run_info.measure_bytes(run.checkpoints) > 3 * stock.WEIGHTS
 
 
 @pytest.mark.parametrize(
@@ -44,10 +44,7 @@ def test_a_run_that_is_held_is_running_and_one_without_a_start_is_new(tmp_path: 
     fresh.config.write_text("name: intent\ntask: classification\n")
     with run_folders.lock(run):
         assert run_info.is_locked(run)
-        assert {run.name: run.status for run in scan.scan_folder(tmp_path).runs} == {
-            "run": "running",
-            "fresh": "new",
-        }
+        assert {run.name: run.status for run in scan.scan_folder(tmp_path).runs} == {"run": "running", "fresh": "new"}
     assert not run_info.is_locked(run)
 
 
@@ -111,8 +108,8 @@ def test_strange_values_in_a_log_and_in_settings_are_no_reason_to_fail(tmp_path:
     assert len(result.runs) == 14
     assert table.format_inventory(result)
     json.dumps(table.inventory_document(result))
-    for keep in get_args(clean_plan.Keep):
-        assert clean_plan.plan_root_removal(result, keep, with_stores=True)
+    for keep in get_args(clean.Keep):
+        assert clean.plan_root_removal(result, keep, with_stores=True)
 
 
 def test_a_folder_that_is_not_there_is_refused_and_an_empty_one_is_empty(tmp_path: Path) -> None:
@@ -128,7 +125,7 @@ def test_the_trials_of_a_search_are_folded_into_its_line(tmp_path: Path) -> None
     assert (history.kind, history.status, history.winner, len(history.trials)) == ("search", "finished", "trial-001", 3)
     assert str(history.score) == "0.6000 accuracy (test)"
     assert history.is_complete
-    assert history.size == disk_usage.measure_bytes(tmp_path / "s")
+    assert history.size == run_info.measure_bytes(tmp_path / "s")
     assert "s/trial-000" not in table.format_inventory(scan.scan_folder(tmp_path))
     assert "s/trial-000" in table.format_inventory(scan.scan_folder(tmp_path), with_trials=True)
 
@@ -228,12 +225,12 @@ def test_a_task_that_this_rtrain_does_not_know_has_no_score(tmp_path: Path) -> N
     ],
 )
 def test_drafts_are_told_by_their_names(tmp_path: Path, name: str, draft: bool) -> None:
-    assert disk_usage.is_draft(tmp_path / name) is draft
+    assert run_info.is_draft(tmp_path / name) is draft
     (tmp_path / "artifact").mkdir()
-    assert disk_usage.is_draft(tmp_path / ".artifact.old")
+    assert run_info.is_draft(tmp_path / ".artifact.old")
 
 
 def test_a_folder_that_goes_meanwhile_has_no_size(tmp_path: Path) -> None:
-    assert disk_usage.measure_bytes(tmp_path / "gone") == 0
+    assert run_info.measure_bytes(tmp_path / "gone") == 0
     os.mkfifo(tmp_path / "pipe")
-    assert disk_usage.measure_bytes(tmp_path) == 0
+    assert run_info.measure_bytes(tmp_path) == 0

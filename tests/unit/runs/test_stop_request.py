@@ -7,17 +7,18 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.cluster import capacity
+from rtrain.config import load_config
 from rtrain.core.errors import TemporaryFailureError
 from rtrain.core.run_folder import Run
+from rtrain.models.device import DeviceChoice
 from rtrain.report import summary
-from rtrain.runs import controller, prepare, resource_leases, stop_request
+from rtrain.runs import cluster_monitor, controller, prepare, stop_request, worker_pool
 from tests.support.trained import Trained, settings
 
 
@@ -38,12 +39,13 @@ def test_a_look_that_fails_is_said_once_and_the_next_ones_see_a_preemption(
         looks[0] += 1
         raise OSError("the folder is not there for a moment")
 
-    monkeypatch.setattr(stop_request, "POLL_INTERVAL_S", 0.005)
-    monkeypatch.setattr(resource_leases, "workers_by_node", workers_by_node)
-    waiting = stop_request.NodeWait(Run(tmp_path), capacity.ResourceRequest(), list)
-    with stop_request.ClusterMonitor(Run(tmp_path), 2, lambda nodes: 2, message.append, waiting):
+    run = Run(tmp_path)
+    monkeypatch.setattr(cluster_monitor, "POLL_INTERVAL_S", 0.005)
+    monkeypatch.setattr(worker_pool, "workers_by_node", workers_by_node)
+    run_capacity = cluster_monitor.RunCapacity(run, load_config("intent"), DeviceChoice("cpu", 2))
+    with cluster_monitor.ClusterMonitor(run, 2, run_capacity, message.append):
         within(lambda: looks[0] > 5)
-        monkeypatch.setattr(resource_leases, "workers_by_node", lambda run: Counter({"a node": 2}))
+        monkeypatch.setattr(worker_pool, "workers_by_node", lambda run: Counter({"a node": 2}))
         monkeypatch.setattr(capacity, "draining_node_ids", lambda: {"a node"})
         within(lambda: stop_request.stop_requested(Run(tmp_path)))
     assert stop_request.consume_stop(Run(tmp_path)) == "preemption"
@@ -83,19 +85,20 @@ def test_a_trial_that_waits_for_nodes_waits_no_more_where_its_search_is_asked_to
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It hears no signal itself; without nodes it would wait for ever."""
-    monkeypatch.setattr(stop_request, "POLL_INTERVAL_S", 0.0)
-    monkeypatch.setattr(capacity, "available_nodes", lambda value, needs: [])
     run, looks = Run(tmp_path), list[int]()
-    waiting: Any = SimpleNamespace(needs=None, report_if_due=lambda *arguments: None)
-    asking: Any = list
 
-    def none(hosts: object) -> int:
+    def no_nodes(own_workers: object, request: object) -> list[capacity.NodeSpec]:
         looks.append(0)
         if len(looks) == 3:
             stop_request.request_stop(run, stop_request.SIGNALED)
-        return 0
+        return []
 
-    assert controller.wait_for_workers(run, none, waiting, asking, stop_request.StopOnSignal()) == 0
+    monkeypatch.setattr(cluster_monitor, "POLL_INTERVAL_S", 0.0)
+    monkeypatch.setattr(capacity, "available_nodes", no_nodes)
+    monkeypatch.setattr(capacity, "load_autoscaler_config", lambda: None)
+    config = load_config("intent", {"train.workers": 2, "train.min_workers": 1})
+    run_capacity = cluster_monitor.RunCapacity(run, config, DeviceChoice("cpu", 2))
+    assert run_capacity.wait_for_workers(stop_request.StopOnSignal()) == 0
     assert len(looks) == 3
 
 

@@ -131,7 +131,7 @@ def test_the_setting_is_a_part_of_a_run_only_where_it_trims() -> None:
     more = configuration.load_config("intent", {"compress.vocabulary": "trim", "compress.min_vocab_size": 7}).recipe
     assert plain.recipe_digest() == keep.recipe_digest()
     assert "compress" not in plain.weight_settings()
-    assert "vocabulary_most" not in trim.weight_settings()["compress"]  # older runs have no such setting
+    assert "max_vocab_size" not in trim.weight_settings()["compress"]  # older runs have no such setting
     assert len({plain.recipe_digest(), trim.recipe_digest(), more.recipe_digest()}) == 3
 
 
@@ -143,10 +143,7 @@ def test_a_trimmed_model_goes_with_the_runs_that_use_it(tmp_path: Path) -> None:
     result = {
         item.name: (item.category, [user.name for user in item.users]) for item in scan.scan_folder(tmp_path).shared
     }
-    assert result == {
-        ".vocabularies/used": ("trimmed model", ["run"]),
-        ".vocabularies/unused": ("trimmed model", []),
-    }
+    assert result == {".vocabularies/used": ("trimmed model", ["run"]), ".vocabularies/unused": ("trimmed model", [])}
 
 
 # ------------------------------------------------------------------------------------------------------------ with Ray

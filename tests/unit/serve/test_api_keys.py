@@ -335,11 +335,9 @@ def test_a_rate_counts_each_key_by_itself_and_says_when_to_come_back(
 ) -> None:
     now = time.time() // 60 * 60
     monkeypatch.setattr(time, "time", lambda: now)
-    shop, desk, free = (
-        add_key(path, "shop", rate="3/minute"),
-        add_key(path, "desk", rate="3/minute"),
-        add_key(path, "free"),
-    )
+    shop = add_key(path, "shop", rate="3/minute")
+    desk = add_key(path, "desk", rate="3/minute")
+    free = add_key(path, "free")
     door = Authenticator(KeyStore(path), RateLimiter())
     for _ in range(3):
         asyncio.run(door.authorize("predict", bearer(shop)))

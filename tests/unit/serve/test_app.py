@@ -3,34 +3,46 @@
 import asyncio
 import importlib
 import json
-from collections.abc import Iterator
+import logging
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
-from fastapi import FastAPI
 
 from rtrain.config import ServeConfig
 from rtrain.core import manifest
+from rtrain.core.ragged import EncodedRow, Outputs
 from rtrain.inference import artifact
 from rtrain.inference.artifact import ArtifactError
 from rtrain.inference.predictor import Predictor
-from serve.app import build_app
+from serve.app import ModelApp, build_app
 from serve.auth import api_keys
 from serve.batching.scheduler import bucket_length
-from tests.support import serving
-from tests.support.serving import HEADS, INFER, LABELS, TEXT, Gate, call, client, predict, predictor_of, scores, tensor
+from tests.support.serving import (
+    HEADS,
+    INFER,
+    LABELS,
+    TEXT,
+    Gate,
+    call,
+    client,
+    predict,
+    predictor_of,
+    refusal,
+    scores,
+    tensor,
+)
 from tests.support.tiny import CORPUS, make_artifact, make_task_artifact
 
 jsonschema: Any = importlib.import_module("jsonschema")  # Ray's own dependency; it comes without types
 
-app, gate, predictor = serving.app, serving.gate, serving.predictor  # fixtures
-
 # ------------------------------------------------------------------------------------------------------------- answers
 
 
-def test_texts_are_answered_in_order_with_all_labels_best_first(app: FastAPI, predictor: Predictor) -> None:
+def test_texts_are_answered_in_order_with_all_labels_best_first(app: ModelApp, predictor: Predictor) -> None:
     answer = predict(app, list(CORPUS))
     assert len(answer) == len(CORPUS)
     for prediction, expected in zip(answer, predictor(CORPUS), strict=True):
@@ -55,7 +67,7 @@ def test_of_many_labels_a_hundred_are_answered_by_default(tmp_path: Path) -> Non
     assert reply["outputs"][0]["data"] == [entry["label"] for entry in everything[:100]]
 
 
-def test_top_k_limits_the_labels(app: FastAPI) -> None:
+def test_top_k_limits_the_labels(app: ModelApp) -> None:
     everything = predict(app, TEXT)
     assert predict(app, TEXT, top_k=1) == [everything[0][:1]]
     assert predict(app, TEXT, top_k=99) == everything
@@ -63,7 +75,7 @@ def test_top_k_limits_the_labels(app: FastAPI) -> None:
     assert response.json() == everything
 
 
-def test_a_pair_is_answered_as_a_pair_and_its_neighbours_as_singles(app: FastAPI, predictor: Predictor) -> None:
+def test_a_pair_is_answered_as_a_pair_and_its_neighbours_as_singles(app: ModelApp, predictor: Predictor) -> None:
     pair = {"text": TEXT, "text_pair": "at the door"}
     separate_answers = [
         predict(app, inputs)[0] for inputs in (TEXT, pair, {"text": CORPUS[1]}, {"text": TEXT, "text_pair": None})
@@ -80,7 +92,7 @@ def neighbours() -> list[str]:
 
 def test_an_answer_does_not_depend_on_other_requests_in_its_engine_call(predictor: Predictor, gate: Gate) -> None:
     app = build_app(predictor, ServeConfig())
-    queue = app.state.service.batcher
+    queue = app.service.batcher
     neighbor_requests = neighbours()
     texts = [*neighbor_requests[:7], TEXT, *neighbor_requests[7:]]
 
@@ -123,7 +135,7 @@ def test_docs_are_for_loopback_only(predictor: Predictor, host: str, status: int
     assert call(app, "GET", "/openapi.json").status_code == 200
 
 
-def test_the_openapi_document_describes_every_route_and_its_bodies(app: FastAPI) -> None:
+def test_the_openapi_document_describes_every_route_and_its_bodies(app: ModelApp) -> None:
     document = call(app, "GET", "/openapi.json").json()
     assert document["openapi"].startswith("3.1")
     assert {path: sorted(methods) for path, methods in document["paths"].items()} == {
@@ -237,3 +249,238 @@ def test_who_has_no_key_learns_no_model_s_name(tmp_path: Path) -> None:
         )
         assert ("x-model-name" in without_key, "x-model-name" in with_key) == (False, asks)
         assert "x-request-id" in without_key
+
+
+@pytest.mark.parametrize("declared", [None, "10", "0"])
+def test_the_body_is_cut_off_at_its_limit_whatever_length_it_declares(app: ModelApp, declared: str | None) -> None:
+    sent = 0
+
+    async def endless() -> AsyncIterator[bytes]:
+        nonlocal sent
+        while True:
+            sent += 100_000
+            yield b" " * 100_000
+
+    headers = {} if declared is None else {"content-length": declared}
+    response = call(app, "POST", "/predict", content=endless(), headers=headers)
+    assert refusal(response) == (413, "too_large", None)
+    assert sent <= 1_200_000
+
+
+def test_an_unexpected_error_is_logged_and_answered_without_internals(
+    app: ModelApp, predictor: Predictor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*arguments: object) -> None:
+        raise LookupError("/secret/path")
+
+    monkeypatch.setattr(predictor.task, "decode", broken)
+    response = call(app, "POST", "/predict", json={"inputs": TEXT}, headers={"x-request-id": "mine"})
+    assert refusal(response) == (500, "internal", None)
+    assert "secret" not in response.text
+    assert response.headers["x-model-name"] == "tiny"
+    assert response.headers["x-content-type-options"] == "nosniff"
+    assert [
+        (record.levelno, record.getMessage()) for record in caplog.records if record.name == "serve.middleware"
+    ] == [(logging.ERROR, "unexpected error in POST '/predict' (request mine)")]
+    assert "/secret/path" in caplog.text
+
+
+def test_a_model_that_answers_nan_is_an_error_of_the_server(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = predictor.run
+    monkeypatch.setattr(predictor, "run", lambda encoded, **options: np.asarray(run(encoded, **options)) * float("nan"))
+    response = call(build_app(predictor, ServeConfig()), "POST", "/predict", json={"inputs": TEXT})
+    assert (response.status_code, response.json()["error"]["type"]) == (500, "internal")
+
+
+def test_a_text_that_breaks_the_engine_fails_only_its_own_request(
+    predictor: Predictor, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    run, poison = predictor.run, predictor.encode(["poison"])[0].ids
+
+    def breaking(encoded: list[EncodedRow], **options: int) -> Outputs:
+        if any(row.ids == poison for row in encoded):
+            raise MemoryError("a secret of the engine")
+        return run(encoded, **options)
+
+    monkeypatch.setattr(predictor, "run", breaking)
+    app = build_app(predictor, ServeConfig())
+    texts = ["one", "poison", "two", "three"]
+
+    async def main() -> list[httpx.Response]:
+        async with client(app) as session:
+            return await asyncio.gather(*(session.post("/predict", json={"inputs": text}) for text in texts))
+
+    responses = asyncio.run(main())
+    assert [response.status_code for response in responses] == [200, 500, 200, 200]
+    assert refusal(responses[1]) == (500, "internal", None)
+    assert "secret" not in responses[1].text
+    assert "a secret of the engine" in caplog.text
+    expected = [predict(app, text)[0] for text in ("one", "two", "three")]
+    assert scores([responses[place].json()[0] for place in (0, 2, 3)]) == pytest.approx(scores(expected), abs=1e-5)
+
+
+def test_a_model_describes_itself(app: ModelApp, predictor: Predictor) -> None:
+    def tensors(*names: tuple[str, str]) -> list[dict[str, object]]:
+        shapes = {"labels": [-1, -1], "scores": [-1, -1]}
+        return [{"name": name, "datatype": datatype, "shape": shapes.get(name, [-1])} for name, datatype in names]
+
+    assert call(app, "GET", "/v2/models/tiny").json() == {
+        "name": "tiny",
+        "versions": [predictor.artifact.version],
+        "platform": "rtrain_torch",
+        "inputs": tensors(("text", "BYTES")),
+        "outputs": tensors(("label", "BYTES"), ("score", "FP32"), ("labels", "BYTES"), ("scores", "FP32")),
+    }
+    assert len(predictor.artifact.version) == 12
+
+
+@pytest.mark.parametrize(("data", "shape"), [(list(CORPUS[:2]), [2]), ([[text] for text in CORPUS[:2]], [2, 1])])
+def test_infer_gives_the_best_label_of_each_text(
+    app: ModelApp, predictor: Predictor, data: object, shape: list[int]
+) -> None:
+    best = [row[0] for row in predictor(CORPUS[:2])]
+    response = call(app, "POST", "/v2/models/tiny/infer", json={"id": "7", "inputs": [tensor(data, shape)]})
+    assert response.status_code == 200
+    answer = response.json()
+    assert answer.pop("outputs") == [
+        {"name": "label", "datatype": "BYTES", "shape": [2], "data": [row["label"] for row in best]},
+        {
+            "name": "score",
+            "datatype": "FP32",
+            "shape": [2],
+            "data": pytest.approx([row["score"] for row in best], abs=1e-5),
+        },
+    ]
+    assert answer == {"model_name": "tiny", "model_version": predictor.artifact.version, "id": "7"}
+
+
+def test_infer_gives_the_outputs_that_were_asked_for_and_ignores_what_other_servers_read(app: ModelApp) -> None:
+    document = {
+        "inputs": [{**tensor([TEXT], [1]), "parameters": {"content_type": "str"}}],
+        "outputs": [{"name": "label", "parameters": {"binary_data": False}}],
+        "parameters": {"binary_data_output": False},
+    }
+    answer = call(app, "POST", "/v2/models/tiny/infer", json=document).json()
+    assert [output["name"] for output in answer["outputs"]] == ["label"]
+    assert sorted(answer) == ["model_name", "model_version", "outputs"]
+
+
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_an_output_that_the_model_lacks_is_refused_before_it_works(task: str, tmp_path: Path) -> None:
+    predictor = predictor_of(tmp_path, task)
+    app = build_app(predictor, ServeConfig())
+    described = call(app, "GET", "/v2/models/tiny").json()
+    had = [output["name"] for output in described["outputs"]]
+    inputs = [{**tensor([TEXT], [1]), "name": tensor_docs["name"]} for tensor_docs in described["inputs"]]
+    for name in ("label", "score", "labels", "scores", "answer"):
+        document = {"inputs": inputs, "outputs": [{"name": had[0]}, {"name": name}]}
+        response = call(app, "POST", "/v2/models/tiny/infer", json=document)
+        if name in had:
+            assert {output["name"] for output in response.json()["outputs"]} == {had[0], name}
+            continue
+        assert refusal(response) == (422, "", "outputs.1.name")
+    calls = app.service.batcher.stats.calls
+    assert calls == len(had)
+
+
+@pytest.mark.parametrize("task", sorted(HEADS))
+def test_an_answer_as_text_is_the_one_that_predict_gives(task: str, tmp_path: Path) -> None:
+    """All labels above the threshold of a model of several labels, for one."""
+    app = build_app(predictor_of(tmp_path, task), ServeConfig())
+    described = call(app, "GET", "/v2/models/tiny").json()
+    if [tensor_docs["name"] for tensor_docs in described["outputs"]] != ["answer"]:
+        return
+    names = [tensor_docs["name"] for tensor_docs in described["inputs"]]
+    query = TEXT if len(names) == 1 else dict.fromkeys(names, TEXT)
+    inputs = [{**tensor([TEXT], [1]), "name": name} for name in names]
+    outputs = call(app, "POST", "/v2/models/tiny/infer", json={"inputs": inputs}).json()["outputs"][0]["data"]
+    [expected] = call(app, "POST", "/predict", json={"inputs": [query]}).json()
+    assert [json.loads(output) for output in outputs] == [expected]
+
+
+def test_a_full_queue_is_answered_503_with_retry_after_and_those_in_it_are_served(
+    predictor: Predictor, gate: Gate
+) -> None:
+    app = build_app(predictor, ServeConfig(max_queued_inputs=2))
+    queue = app.service.batcher
+
+    async def main() -> None:
+        async with client(app) as session:
+            accepted = [asyncio.create_task(session.post("/predict", json={"inputs": TEXT}))]
+            await gate.entered()
+            accepted.append(asyncio.create_task(session.post("/predict", json={"inputs": [TEXT, TEXT]})))
+            while queue.queued_rows < 2:
+                await asyncio.sleep(0.001)
+            for path, document in (("/predict", {"inputs": TEXT}), (INFER, {"inputs": [tensor([TEXT], [1])]})):
+                refused = await session.post(path, json=document)
+                assert refused.status_code == 503
+                assert refused.headers["retry-after"] == "1"
+            gate.open()
+            answers = await asyncio.gather(*accepted)
+            assert [(answer.status_code, len(answer.json())) for answer in answers] == [(200, 1), (200, 2)]
+
+    asyncio.run(main())
+    assert gate.rows == 3
+
+
+def test_a_request_past_its_deadline_is_answered_504_whatever_the_client_asks_for(
+    predictor: Predictor, gate: Gate
+) -> None:
+    app = build_app(predictor, ServeConfig(request_timeout_s=0.05))
+    headers = {"x-request-timeout-seconds": "0", "x-request-disconnect-disabled": "?1", "timeout": "60"}
+
+    async def main() -> None:
+        async with client(app) as session:
+            engine_has_it = asyncio.create_task(session.post("/predict", json={"inputs": TEXT}, headers=headers))
+            await gate.entered()
+            waits = await session.post("/predict", json={"inputs": [TEXT, TEXT]}, headers=headers)
+            for late in (await engine_has_it, waits):
+                assert refusal(late) == (504, "deadline_exceeded", None)
+            gate.open()
+            assert (await session.get("/v2/health/live")).json() == {"live": True}
+
+    asyncio.run(main())
+    assert gate.rows == 1
+
+
+def test_the_texts_of_a_client_that_left_never_reach_the_engine(predictor: Predictor, gate: Gate) -> None:
+    app = build_app(predictor, ServeConfig())
+    queue = app.service.batcher
+
+    async def main() -> None:
+        async with client(app) as session:
+            first = asyncio.create_task(session.post("/predict", json={"inputs": TEXT}))
+            await gate.entered()
+            gone = asyncio.create_task(session.post("/predict", json={"inputs": [TEXT, CORPUS[0]]}))
+            while queue.queued_rows < 2:
+                await asyncio.sleep(0.001)
+            gone.cancel()
+            await asyncio.wait([gone])
+            assert queue.queued_rows == 0
+            gate.open()
+            assert (await first).status_code == 200
+
+    asyncio.run(main())
+    assert (gate.rows, queue.stats.dropped_rows) == (1, 2)
+    assert 'rtrain_requests_total{model="tiny",route="/predict",status="499"} 1.0' in app.service.render_metrics()
+
+
+def test_readiness_ends_where_an_engine_call_outlasts_the_deadline(predictor: Predictor, gate: Gate) -> None:
+    app = build_app(predictor, ServeConfig(request_timeout_s=0.05))
+
+    async def main() -> None:
+        async with client(app) as session:
+            assert (await session.post("/predict", json={"inputs": TEXT})).status_code == 504
+            while (stalled := await session.get("/v2/health/ready")).status_code == 200:
+                await asyncio.sleep(0.001)
+            assert (stalled.status_code, stalled.json()) == (503, {"ready": False})
+            stalled = await session.get("/v2/models/tiny/ready")
+            assert (stalled.status_code, stalled.json()) == (503, {"name": "tiny", "ready": False})
+            assert (await session.get("/v2/health/live")).status_code == 200
+            gate.open()
+            while (await session.get("/v2/health/ready")).status_code != 200:
+                await asyncio.sleep(0.001)
+
+    asyncio.run(main())

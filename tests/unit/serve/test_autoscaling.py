@@ -16,7 +16,7 @@ import ray.serve
 from hypothesis import given, strategies as st
 
 from rtrain.config import ServeConfig
-from serve import deployment
+from serve import deployment, ray_config
 from serve.rollout import autoscaling
 from serve.rollout.autoscaling import (
     DRAIN_S,
@@ -144,11 +144,7 @@ def test_a_rush_is_met_and_given_back() -> None:
 
 def test_a_replica_reports_the_time_since_it_last_did() -> None:
     meter = LoadMeter(100.0)
-    assert meter.report(110.0, 500, 5.0, 10_000) == {
-        "queued_tokens": 500.0,
-        "tokens_per_second": 2000.0,
-        "busy": 0.5,
-    }
+    assert meter.report(110.0, 500, 5.0, 10_000) == {"queued_tokens": 500.0, "tokens_per_second": 2000.0, "busy": 0.5}
     assert meter.report(120.0, 0, 5.0, 10_000) == {"queued_tokens": 0.0, "tokens_per_second": 2000.0, "busy": 0.0}
     assert meter.report(121.0, 0, 7.0, 11_000)["busy"] == 1.0  # a call that had begun before
 
@@ -175,7 +171,7 @@ def test_replicas_follow_the_load_on_ray_serve_and_no_request_is_lost(
 
     def running() -> int:
         [application] = ray.serve.status().applications.values()
-        states = application.deployments[deployment.DEPLOYMENT_NAME].replica_states
+        states = application.deployments[ray_config.DEPLOYMENT_NAME].replica_states
         return sum(number for state, number in states.items() if str(state).endswith("RUNNING"))
 
     def reaches(number: int) -> bool:

@@ -143,7 +143,7 @@ def simulate_drops(failing: tuple[float, float], runs: int) -> float:
     return dropped / runs
 
 
-@pytest.mark.parametrize("failing", [0.02, 0.1])
+@pytest.mark.parametrize("failing", [pytest.param(0.02, marks=pytest.mark.slow), 0.1])
 def test_an_equal_candidate_is_rarely_dropped_however_often_it_is_looked_at(failing: float) -> None:
     assert simulate_drops((failing, failing), 300) <= ALPHA
 

@@ -17,8 +17,7 @@ from ray.serve.schema import LoggingConfig
 import rtrain.inference.artifact
 from rtrain.config import ServeConfig
 from serve.rollout import canary, controller
-from serve.rollout.controller import Rollout
-from serve.rollout.ray_app import RayApp
+from serve.rollout.controller import RayApp, Rollout
 from tests.support.refusals import refused_with
 from tests.support.serving import HEADS
 from tests.support.tiny import make_artifact, make_task_artifact

@@ -8,21 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 
 from rtrain.config import ServeConfig
-from rtrain.inference.explain.explainer import Explainer, RowExplanation
+from rtrain.inference.explainer import Explainer, RowExplanation
 from rtrain.inference.predictor import Predictor
 from rtrain.tasks.base import Input
-from serve import explanations
-from serve.app import build_app
-from tests.support import serving
+from serve import model
+from serve.app import ModelApp, build_app
 from tests.support.serving import TEXT, call, client, refusal
 from tests.support.tiny import CORPUS
 
 jsonschema: Any = importlib.import_module("jsonschema")
-
-app, predictor = serving.app, serving.predictor  # fixtures
 
 WHY = {"inputs": TEXT, "parameters": {"explain": True}}
 
@@ -56,7 +52,7 @@ def held_explainer(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldExplainer]:
     held_explainer.open()
 
 
-def test_an_explanation_stands_beside_the_ordinary_answer(app: FastAPI, predictor: Predictor) -> None:
+def test_an_explanation_stands_beside_the_ordinary_answer(app: ModelApp, predictor: Predictor) -> None:
     texts: list[Input] = [TEXT, {"text": CORPUS[1], "text_pair": CORPUS[2]}]
     response = call(app, "POST", "/predict", json={"inputs": texts, "parameters": {"explain": True, "top_k": 1}})
     assert response.status_code == 200, response.text
@@ -82,7 +78,7 @@ def test_an_explanation_stands_beside_the_ordinary_answer(app: FastAPI, predicto
         ({"explain": 1}, "parameters.explain"),
     ],
 )
-def test_a_wish_that_cannot_be_met_is_refused(app: FastAPI, parameters: dict[str, Any], field: str) -> None:
+def test_a_wish_that_cannot_be_met_is_refused(app: ModelApp, parameters: dict[str, Any], field: str) -> None:
     response = call(app, "POST", "/predict", json={"inputs": TEXT, "parameters": parameters})
     assert refusal(response) == (422, "invalid", field)
 
@@ -102,10 +98,10 @@ def test_an_int8_artifact_answers_and_does_not_explain(predictor: Predictor) -> 
     assert call(app, "POST", "/predict", json={"inputs": TEXT}).status_code == 200
     response = call(app, "POST", "/predict", json=WHY)
     assert refusal(response) == (422, "invalid", "parameters.explain")
-    assert app.state.service.batcher.stats.calls == 1, "the texts were answered in vain"
+    assert app.service.batcher.stats.calls == 1, "the texts were answered in vain"
 
 
-def test_ordinary_requests_do_not_wait_for_an_explanation(app: FastAPI, held_explainer: HeldExplainer) -> None:
+def test_ordinary_requests_do_not_wait_for_an_explanation(app: ModelApp, held_explainer: HeldExplainer) -> None:
     async def main() -> None:
         async with client(app) as session:
             slow = asyncio.create_task(session.post("/predict", json=WHY))
@@ -119,11 +115,11 @@ def test_ordinary_requests_do_not_wait_for_an_explanation(app: FastAPI, held_exp
     asyncio.run(main())
     [thread] = held_explainer.threads
     assert thread.startswith("explain")
-    assert 'rtrain_explain_seconds_count{model="tiny"} 1.0' in app.state.service.render_metrics().splitlines()
+    assert 'rtrain_explain_seconds_count{model="tiny"} 1.0' in app.service.render_metrics().splitlines()
 
 
-def test_too_many_explanations_are_refused_and_the_rest_made(app: FastAPI, held_explainer: HeldExplainer) -> None:
-    max_texts = explanations.MAX_QUEUED_TEXTS
+def test_too_many_explanations_are_refused_and_the_rest_made(app: ModelApp, held_explainer: HeldExplainer) -> None:
+    max_texts = model.MAX_QUEUED_TEXTS
 
     async def main() -> None:
         async with client(app) as session:
@@ -144,7 +140,7 @@ def test_an_explanation_past_its_deadline_is_answered_504_and_stops(
     predictor: Predictor, held_explainer: HeldExplainer
 ) -> None:
     app = build_app(predictor, ServeConfig(request_timeout_s=0.3))
-    waiting = app.state.service.explanations
+    waiting = app.service.explanations
 
     async def main() -> None:
         async with client(app) as session:

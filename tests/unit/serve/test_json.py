@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from serve.app_base import labels_to_json, to_json
+from serve.replies import labels_to_json, to_json
 from serve.schemas.predict import JsonSize, measure_json
 
 LABELS = st.text(st.characters(exclude_categories=["Cs"]))

@@ -10,20 +10,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rtrain.config import ServeConfig
 from rtrain.inference.predictor import Predictor
 from serve import middleware
-from serve.app import build_app
+from serve.app import ModelApp, build_app
 from serve.auth import api_keys
-from serve.middleware import AuthLimitsMiddleware
+from serve.middleware import AccessLog, RequestContext, RequestMiddleware, RequestRecorder
+from serve.observability.tracing import Tracer
 from serve.schemas.predict import RequestError
-from tests.support import serving
 from tests.support.serving import TEXT, call, refusal
-
-app, predictor = serving.app, serving.predictor  # fixtures
 
 Step = bytes | float | Message
 """Next action of a client: send bytes, wait, or disconnect."""
@@ -36,6 +33,12 @@ async def echo(scope: Scope, receive: Receive, send: Send) -> None:
         return
     await send({"type": "http.response.start", "status": 200, "headers": []})
     await send({"type": "http.response.body", "body": message["body"]})
+
+
+def guard(app: ASGIApp, settings: ServeConfig) -> RequestMiddleware:
+    recorder = RequestRecorder(lambda *counts: None, Tracer(), AccessLog(None))
+    authenticator = middleware.make_authenticator(settings) if Path(settings.keys or "").is_file() else None
+    return RequestMiddleware(app, settings, authenticator, recorder)
 
 
 def head(path: str = "/predict", headers: Sequence[tuple[bytes, bytes]] = (), **more: object) -> Scope:
@@ -58,7 +61,7 @@ def drive(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(AuthLimitsMiddleware(echo, settings, None)(scope, receive, send))
+    asyncio.run(guard(echo, settings)(scope, receive, send))
     if not sent:
         return None, b"", {}
     headers = {name.decode(): value.decode() for name, value in sent[0]["headers"]}
@@ -196,7 +199,7 @@ def test_only_a_known_key_is_answered_and_only_within_its_scopes(predictor: Pred
     assert refused.headers["www-authenticate"] == 'Bearer realm="rtrain"'
 
 
-def test_the_openapi_document_says_that_a_key_is_asked_for(predictor: Predictor, path: Path, app: FastAPI) -> None:
+def test_the_openapi_document_says_that_a_key_is_asked_for(predictor: Predictor, path: Path, app: ModelApp) -> None:
     headers = {"authorization": f"Bearer {api_keys.add_key(path, 'shop')}"}
     document = call(build_app(predictor, ServeConfig(keys=str(path))), "GET", "/openapi.json", headers=headers).json()
     assert document["security"] == [{"key": []}]
@@ -212,7 +215,7 @@ def test_a_key_past_its_rate_is_answered_429_with_retry_after(predictor: Predict
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     assert answers[2].json()["error"]["type"] == "rate_limited"
     assert 1 <= int(answers[2].headers["retry-after"]) <= 3600
-    assert 'rtrain_requests_total{model="tiny",route="other",status="429"} 1.0' in locked.state.service.render_metrics()
+    assert 'rtrain_requests_total{model="tiny",route="other",status="429"} 1.0' in locked.service.render_metrics()
 
 
 def test_a_body_without_an_end_is_not_read_of_whoever_is_not_let_in(predictor: Predictor, path: Path) -> None:
@@ -239,17 +242,13 @@ def test_a_websocket_is_closed_whatever_its_key(path: Path) -> None:
         raise AssertionError
 
     scope = {**head(headers=[(b"authorization", f"Bearer {plain}".encode())]), "type": "websocket"}
-    asyncio.run(
-        AuthLimitsMiddleware(never, ServeConfig(), middleware.make_authenticator(ServeConfig(keys=str(path))))(
-            scope, never, send
-        )
-    )
+    asyncio.run(guard(never, ServeConfig(keys=str(path)))(scope, never, send))
     assert [message["type"] for message in sent] == ["websocket.close"]
 
 
 def test_the_address_that_it_is_mounted_at_opens_nothing(path: Path) -> None:
     api_keys.add_key(path, "shop")
-    door = middleware.make_authenticator(ServeConfig(keys=str(path)))
+    guarded = guard(echo, ServeConfig(keys=str(path)))
     statuses = []
     for root, request_path in (
         ("/a", "/a/v2/health/live"),
@@ -268,7 +267,7 @@ def test_the_address_that_it_is_mounted_at_opens_nothing(path: Path) -> None:
         async def receive() -> Message:
             return {"type": "http.request"}
 
-        asyncio.run(AuthLimitsMiddleware(echo, ServeConfig(), door)(head(request_path, root_path=root), receive, send))
+        asyncio.run(guarded(head(request_path, root_path=root), receive, send))
         statuses.append(sent[0]["status"])
     # /predict mounted at itself is the page there, which needs none.
     assert statuses == [200, 200, 200, 401, 401, 401, 200]
@@ -317,6 +316,6 @@ def test_in_overload_a_client_is_told_the_model_only_where_no_key_is_asked_for(
     async def send(message: Message) -> None:
         sent.append(message)
 
-    asyncio.run(app(head(state={middleware.REJECTION: RequestError(503, "busy")}), receive, send))
+    asyncio.run(app({**head(), middleware.CONTEXT: RequestContext(rejection=RequestError(503, "busy"))}, receive, send))
     names = [name for name, _ in sent[0]["headers"] if name.startswith(b"x-model")]
     assert (sent[0]["status"], names == []) == (503, asks)

@@ -15,12 +15,9 @@ from rtrain.inference.predictor import Predictor
 from serve.app import build_app
 from serve.auth import api_keys
 from serve.model_info import build_model_info
-from tests.support import serving
 from tests.support.reports import write_predictions
 from tests.support.serving import HEADS, LABELS, call, predictor_of
 from tests.support.tiny import make_task_artifact
-
-predictor = serving.predictor  # fixture
 
 
 def test_a_model_says_what_it_is_for(predictor: Predictor) -> None:
@@ -72,7 +69,7 @@ def test_each_task_has_what_its_page_needs_and_examples_that_are_answered(
     if task == "masked_lm":
         assert all(mask for answer in answers.json() for mask in answer)
         pieces = [piece for answer in answers.json() for mask in answer for piece in mask]
-        names = map(app.state.service.predictor.tokenizer.id_to_token, (piece["token"] for piece in pieces))
+        names = map(app.service.predictor.tokenizer.id_to_token, (piece["token"] for piece in pieces))
         # The tiny model has room for more pieces than its tokenizer has.
         tokens = [(name, piece["token_str"]) for name, piece in zip(names, pieces, strict=True) if name is not None]
         assert len(tokens) > 3

@@ -8,15 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 import rtrain.inference.artifact
 from rtrain.config import ServeConfig
 from rtrain.inference.artifact import ArtifactError
 from rtrain.inference.predictor import Predictor
-from serve.app import build_app
+from serve.app import ModelApp, build_app
 from serve.batching.batcher import EngineError
-from serve.rollout.model_slot import CanaryPlan, ModelSlot
+from serve.registry import CanaryPlan, ModelSlot
 from serve.schemas.predict import RequestError
 from tests.support.refusals import refused_with
 from tests.support.tiny import CORPUS, make_artifact
@@ -31,7 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return str(first), str(second)
 
 
-async def make(folder: Path) -> FastAPI:
+async def make(folder: Path) -> ModelApp:
     return build_app(await asyncio.to_thread(Predictor.load, folder, 1), ServeConfig())
 
 

@@ -13,9 +13,8 @@ from ray.serve.schema import ServeDeploySchema
 import rtrain.inference.artifact
 from rtrain.config import ServeConfig
 from rtrain.core import engines
-from serve import kuberay_app, model_specs, ray_config
-from serve.auth import api_keys
-from serve.rollout import placement
+from serve import deployment, kuberay_app, ray_config
+from serve.auth import api_keys, preflight
 from tests.support.certificates import make_certificate
 from tests.support.refusals import refused_with
 from tests.support.root import ROOT
@@ -96,18 +95,18 @@ def test_a_replica_has_gpus_where_its_engine_knows_them(artifact: Path, monkeypa
     ).applications
     assert application.args["gpus"] == 0.5
     assert application.deployments[0].ray_actor_options.num_gpus == 0.5
-    assert "num_gpus" not in ray_config.ray_actor_options(ServeConfig(), 1)
-    model_specs.check_artifacts({"tiny": artifact}, settings)
+    assert "num_gpus" not in ray_config.deployment_spec(ServeConfig(), 1, 1)["ray_actor_options"]
+    preflight.check_artifacts({"tiny": artifact}, settings)
     of_cpus = engines.ENGINES[engines.FLOAT_ENGINE]._replace(supports_gpu=False)
     monkeypatch.setattr(engines, "ENGINES", {engines.FLOAT_ENGINE: of_cpus})
     with refused_with("conflicting_settings"):
-        model_specs.check_artifacts({"tiny": artifact}, settings)
+        preflight.check_artifacts({"tiny": artifact}, settings)
 
 
 def test_gpus_that_no_node_has_are_refused() -> None:
-    assert placement.check_gpus(ServeConfig(gpus=0.5), [{"CPU": 8.0}, {"GPU": 1.0}]) is None
-    assert placement.check_gpus(ServeConfig(), []) is None
-    problem = placement.check_gpus(ServeConfig(gpus=2), [{"GPU": 1.0}])
+    assert deployment.check_gpus(ServeConfig(gpus=0.5), [{"CPU": 8.0}, {"GPU": 1.0}]) is None
+    assert deployment.check_gpus(ServeConfig(), []) is None
+    problem = deployment.check_gpus(ServeConfig(gpus=2), [{"GPU": 1.0}])
     assert problem is not None
     assert (problem.field, problem.code) == ("serve.gpus", "too_few_gpus")
 

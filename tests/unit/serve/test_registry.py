@@ -1,7 +1,6 @@
 """Several real (tiny) models behind one address: routing, authorization, counters."""
 
 import asyncio
-import functools
 import json
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
@@ -13,7 +12,6 @@ import httpx
 import pytest
 import ray
 import tritonclient.grpc
-from fastapi import FastAPI
 from tritonclient.grpc import service_pb2 as messages, service_pb2_grpc as interface
 from tritonclient.utils import InferenceServerException
 
@@ -21,15 +19,14 @@ import rtrain.inference.artifact
 from rtrain.config import ServeConfig
 from rtrain.inference.predictor import Predictor
 from serve import middleware
-from serve.app import build_app
 from serve.auth import api_keys
 from serve.deployment import start_endpoint
 from serve.grpc import serve_grpc
 from serve.ingress.address import find_free_address
-from serve.model import ModelState
 from serve.ray_config import APPLICATION_NAME
-from serve.registry import ModelRegistry, build_multi_model_app
+from serve.registry import ModelRegistry
 from serve.rollout import admin_socket
+from serve.standalone import build_model_registry
 from tests.serve.test_deployment import openvino_artifact
 from tests.support.refusals import refused_with
 from tests.support.serving import refusal
@@ -72,21 +69,9 @@ def best(folders: dict[str, str]) -> dict[str, str]:
     return {name: entry["label"] for name, entry in best_entries.items()}
 
 
-def models_of(settings: ServeConfig, names: tuple[str, ...] = NAMES) -> ModelRegistry:
-    door = middleware.make_authenticator(settings)
-    lasting = {name: ModelState(settings, door) for name in names}
-
-    async def make(name: str, folder: Path) -> FastAPI:
-        predictor = await asyncio.to_thread(Predictor.load, folder, 1)
-        predictor.artifact = replace(predictor.artifact, name=name)
-        return build_app(predictor, settings, model_state=lasting[name])
-
-    return ModelRegistry(lasting, make, functools.partial(build_multi_model_app, settings=settings, authenticator=door))
-
-
 def run(folders: dict[str, str], check: Check, settings: ServeConfig | None = None) -> None:
     async def main() -> None:
-        models = models_of(settings or ServeConfig(), tuple(folders))
+        models = build_model_registry(settings or ServeConfig(), folders)
         await models.apply(folders)
         async with httpx.AsyncClient(transport=httpx.ASGITransport(models), base_url="http://localhost") as client:
             await check(models, client)
@@ -283,7 +268,7 @@ def test_over_grpc_each_is_asked_by_its_name(folders: dict[str, str], best: dict
     tensor.contents.bytes_contents.append(CORPUS[0].encode())
 
     async def main() -> None:
-        models = models_of(settings)
+        models = build_model_registry(settings, NAMES)
         await models.apply(folders)
         async with (
             serve_grpc(models, settings, 0) as port,

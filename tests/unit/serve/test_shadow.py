@@ -10,19 +10,19 @@ from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 import rtrain.inference.artifact
 from rtrain.config import ServeConfig
 from rtrain.core.ragged import Head
 from rtrain.inference.predictor import Predictor
 from rtrain.tasks import base
-from serve.app import build_app
+from serve.app import ModelApp, build_app
 from serve.grpc import INFER_ROUTE
-from serve.model import ModelService, ModelState
-from serve.request_context import RequestStats
-from serve.rollout.model_slot import CanaryPlan, ModelSlot
-from serve.rollout.shadow import same_prediction
+from serve.middleware import RequestContext
+from serve.model import ModelService
+from serve.observability.metrics import Telemetry
+from serve.registry import CanaryPlan, ModelSlot
+from serve.rollout.canary import same_prediction
 from serve.schemas.predict import RequestError
 from tests.support.serving import HEADS, predictor_of
 from tests.support.tiny import CORPUS, make_artifact
@@ -41,9 +41,9 @@ def run(check: Check) -> None:
     settings = ServeConfig()
 
     async def main() -> None:
-        lasting = ModelState(settings, None)
+        lasting = Telemetry()
 
-        async def make(folder: Path) -> FastAPI:
+        async def make(folder: Path) -> ModelApp:
             return build_app(await asyncio.to_thread(Predictor.load, folder, 1), settings, None, lasting)
 
         versions = ModelSlot(make)
@@ -216,7 +216,7 @@ def test_clients_do_not_judge_a_version_by_their_own_deadlines(folders: tuple[st
     async def ask_within(seconds: float) -> None:
         deadline = asyncio.get_running_loop().time() + seconds
         with pytest.raises(RequestError) as late:
-            await service.answer_texts([CORPUS[0]], deadline, "inputs.{}".format, {"top_k": None}, RequestStats("a"))
+            await service.answer_texts([CORPUS[0]], deadline, "inputs.{}".format, {"top_k": None}, RequestContext("a"))
         service.record_response(INFER_ROUTE, late.value.status, 0.1)
 
     asyncio.run(ask_within(0.0))

@@ -13,20 +13,16 @@ from pathlib import Path
 import httpx
 import pytest
 import uvicorn
-from fastapi import FastAPI
 from huggingface_hub import InferenceClient, constants
 from huggingface_hub.errors import HfHubHTTPError
 
 from rtrain.config import ServeConfig
 from rtrain.inference.predictor import Predictor
-from serve.app import build_app
+from serve.app import ModelApp, build_app
 from serve.auth import api_keys
 from serve.ingress import haproxy
-from tests.support import serving
 from tests.support.certificates import make_certificate
 from tests.support.serving import TEXT
-
-predictor = serving.predictor  # fixture
 
 GOOD = b'{"inputs": "where is my parcel"}'
 PATIENCE_S = 10.0
@@ -34,7 +30,7 @@ PATIENCE_S = 10.0
 
 
 @contextlib.contextmanager
-def served(app: FastAPI, **tls: str) -> Iterator[int]:
+def served(app: ModelApp, **tls: str) -> Iterator[int]:
     """Port of uvicorn with the application, as in Ray's proxies and replicas."""
     server = uvicorn.Server(uvicorn.Config(app, port=0, lifespan="off", log_config=None, access_log=False, **tls))  # type: ignore[arg-type]
     thread = threading.Thread(target=server.run)

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -40,6 +40,12 @@ def kill_haproxy_of(process: int) -> None:
         return any(child.pid != dead.pid and child.net_connections() for child in children)
 
     assert wait_until(is_back)
+
+
+@pytest.fixture
+def start_ours(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Has Ray start our program in a folder as HAProxy."""
+    return lambda folder: monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
 
 
 def test_haproxy_that_is_killed_is_started_again_until_it_is_told_to_end() -> None:
@@ -132,7 +138,7 @@ async def begin(api: theirs.HAProxyApi) -> None:
 
 
 def test_haproxy_goes_on_without_its_manager_until_that_one_s_successor_knows_the_replicas(
-    monkeypatch: pytest.MonkeyPatch,
+    start_ours: Callable[[Path], None],
 ) -> None:
     async def drive(folder: Path, port: int, server: int, manager: int) -> list[tuple[int, str]]:
         api = ray_api(folder, port, [server])
@@ -146,14 +152,14 @@ def test_haproxy_goes_on_without_its_manager_until_that_one_s_successor_knows_th
         return answers
 
     with serving(Replica) as server, managed([server]) as (port, folder, _, manager):
-        monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
+        start_ours(folder)
         answers = asyncio.run(drive(folder, port, server, manager))
         assert len(answers) > 20
         assert answers == [(200, str(server))] * len(answers)
 
 
 def test_after_a_supervisor_that_was_killed_the_next_one_begins_with_its_replicas(
-    monkeypatch: pytest.MonkeyPatch,
+    start_ours: Callable[[Path], None],
 ) -> None:
     async def drive(folder: Path, port: int, server: int) -> list[tuple[int, str]]:
         api = ray_api(folder, port, [server])
@@ -164,19 +170,19 @@ def test_after_a_supervisor_that_was_killed_the_next_one_begins_with_its_replica
         return answers
 
     with serving(Replica) as server, managed([server]) as (port, folder, _, manager):
-        monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
+        start_ours(folder)
         [killed] = psutil.Process(manager).children()
         killed.kill()
         assert wait_until(lambda: not listens(port))
         assert asyncio.run(drive(folder, port, server)) == [(200, str(server))] * 3
 
 
-def test_the_last_replica_is_asked_on_until_there_is_another_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_replica_is_asked_on_until_there_is_another_one(start_ours: Callable[[Path], None]) -> None:
     """Ray lists none while it reconfigures the only one; requests to a dead replica are answered at once."""
     haproxy_ingress = ingress_choice.prepare_haproxy("127.0.0.1", 2, 64)
     assert isinstance(haproxy_ingress, ingress_choice.HAProxyHost), haproxy_ingress
     folder, port = haproxy_ingress.folder, find_free_address("127.0.0.1", 0).port
-    monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
+    start_ours(folder)
 
     async def drive(first: int, second: int) -> list[list[tuple[int, str]]]:
         api, answers_by_change = ray_api(folder, port, [first]), []
@@ -247,13 +253,13 @@ def asking(port: int) -> Iterator[list[tuple[int, str]]]:
 
 
 def test_to_ray_a_haproxy_that_was_started_again_is_the_one_that_it_has_started(
-    monkeypatch: pytest.MonkeyPatch,
+    start_ours: Callable[[Path], None],
 ) -> None:
     """The supervisor replaces it without losing a request."""
     haproxy_ingress = ingress_choice.prepare_haproxy("127.0.0.1", 2, 64)
     assert isinstance(haproxy_ingress, ingress_choice.HAProxyHost), haproxy_ingress
     folder, port = haproxy_ingress.folder, find_free_address("127.0.0.1", 0).port
-    monkeypatch.setattr(theirs, "get_haproxy_binary", lambda: str(folder / "haproxy"))
+    start_ours(folder)
 
     async def drive(server: int) -> list[tuple[int, str]]:
         api = ray_api(folder, port, [server])

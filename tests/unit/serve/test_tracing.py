@@ -10,22 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fastapi import FastAPI
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from rtrain.config import ServeConfig
 from rtrain.inference.predictor import Predictor
-from serve.app import build_app
+from serve.app import ModelApp, build_app
 from serve.grpc import INFER_ROUTE
 from serve.model import ModelService
 from serve.observability import tracing
-from serve.rollout.model_slot import ModelSlot
-from tests.support import serving
+from serve.registry import ModelSlot
 from tests.support.refusals import refused_with
 from tests.support.serving import TEXT, client
 from tests.unit.serve.test_grpc import asking, question
-
-predictor = serving.predictor  # fixture
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -92,7 +88,7 @@ def test_a_request_is_a_span_of_its_client_s_trace_with_its_parts(predictor: Pre
             assert (await session.post("/predict", json={"inputs": TEXT}, headers=headers)).status_code == 200
 
     asyncio.run(main())
-    app.state.service.close()
+    app.service.close()
     spans = collector.spans
     assert set(spans) == {"POST /predict", "tokenize", "engine", "decode"}
     request = spans["POST /predict"]
@@ -140,7 +136,7 @@ def test_no_request_waits_for_the_last_spans_of_a_version_that_has_ended(
 ) -> None:
     collector.answers.clear()
 
-    async def make(folder: Path) -> FastAPI:
+    async def make(folder: Path) -> ModelApp:
         return build_app(predictor, ServeConfig(traces=collector.address))
 
     async def main() -> float:
@@ -179,9 +175,15 @@ provider = TracerProvider()
 provider.add_span_processor(SimpleSpanProcessor(kept))
 trace.set_tracer_provider(provider)
 from rtrain.config import ServeConfig
-from serve.app_base import BaseApp
-app = BaseApp(ServeConfig(), ())
-app.add_api_route("/there", lambda: "text", methods=["GET"])
+from serve.middleware import AccessLog, RequestMiddleware, RequestRecorder
+from serve.observability.tracing import Tracer
+from serve.openapi import ApiRoute
+from serve.replies import json_reply
+from starlette.routing import Router
+async def there(request):
+    return json_reply("text")
+recorder = RequestRecorder(lambda *counts: None, Tracer(), AccessLog(None))
+app = RequestMiddleware(Router([ApiRoute("GET", "/there", there)]), ServeConfig(), None, recorder)
 async def receive():
     return {"type": "http.request", "body": b""}
 async def send(message):

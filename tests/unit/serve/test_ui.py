@@ -4,19 +4,31 @@ import re
 import tomllib
 from fnmatch import fnmatch
 from html.parser import HTMLParser
+from pathlib import Path
 
-from fastapi import FastAPI
+from starlette.types import ASGIApp
 
-from serve import ui
-from tests.support import serving
+from rtrain.config import ServeConfig
+from rtrain.inference.predictor import Predictor
+from serve import app as serve_app
+from serve.app import ModelApp
+from serve.registry import ModelRegistry
 from tests.support.root import ROOT
 from tests.support.serving import call
 
-app, predictor = serving.app, serving.predictor  # fixtures
-
 FOLDER = ROOT / "serve" / "page"
-TEXTS = {name: (FOLDER / name).read_text(encoding="utf-8") for name in ui.CONTENT_TYPES}
+FILES = ("index.html", "page.css", "page.js", "models.html", "models.js", "docs.html", "docs.js")
+TEXTS = {name: (FOLDER / name).read_text(encoding="utf-8") for name in FILES}
 SCRIPT, STYLE = TEXTS["page.js"], TEXTS["page.css"]
+
+
+def content_type(name: str) -> str:
+    kind = name.rpartition(".")[2]
+    return f"text/{'javascript' if kind == 'js' else kind}; charset=utf-8"
+
+
+async def load_nothing(folder: Path) -> Predictor:
+    raise AssertionError
 
 
 class Tags(HTMLParser):
@@ -31,25 +43,28 @@ class Tags(HTMLParser):
         self.ids += [value for name, value in attrs if name == "id" and value]
 
 
-def test_its_files_are_served_and_are_all_there_is(app: FastAPI) -> None:
-    assert {path.name for path in FOLDER.iterdir()} == set(ui.CONTENT_TYPES)
-    several = FastAPI()
-    several.include_router(ui.MODEL_LIST)
-    routes = {"index.html": (app, "/"), "page.css": (app, "/page.css"), "page.js": (app, "/page.js")}
+def test_its_files_are_served_and_are_all_there_is(app: ModelApp) -> None:
+    assert {path.name for path in FOLDER.iterdir()} == set(FILES)
+    several = ModelRegistry(ServeConfig(), ("one", "two"), load_nothing)
+    routes: dict[str, tuple[ASGIApp, str]] = {
+        "index.html": (app, "/"),
+        "page.css": (app, "/page.css"),
+        "page.js": (app, "/page.js"),
+    }
     routes |= {"models.html": (several, "/"), "models.js": (several, "/models.js")}
     routes |= {"docs.html": (app, "/docs"), "docs.js": (app, "/docs/docs.js")}
     assert call(several, "GET", "/page.css").text == STYLE
-    for name, kind in ui.CONTENT_TYPES.items():
+    for name in FILES:
         at, path = routes[name]
         response = call(at, "GET", path)
-        assert (response.status_code, response.headers["content-type"]) == (200, kind)
+        assert (response.status_code, response.headers["content-type"]) == (200, content_type(name))
         assert response.text == TEXTS[name]
-        expected_headers = ui.SWAGGER_HEADERS if name == "docs.html" else ui.PAGE_HEADERS
+        expected_headers = serve_app.SWAGGER_HEADERS if name == "docs.html" else serve_app.PAGE_HEADERS
         assert {header: response.headers[header] for header in expected_headers} == expected_headers
     assert call(app, "GET", "/page.html").status_code == 404
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     patterns = project["tool"]["setuptools"]["package-data"]["serve"]
-    assert all(any(fnmatch(f"page/{name}", pattern) for pattern in patterns) for name in ui.CONTENT_TYPES)
+    assert all(any(fnmatch(f"page/{name}", pattern) for pattern in patterns) for name in FILES)
 
 
 def test_it_asks_no_address_but_its_own() -> None:
@@ -63,21 +78,21 @@ def test_it_asks_no_address_but_its_own() -> None:
     assert re.findall(r"fetch\(([^,)]+)", TEXTS["models.js"]) == ['"v2/repository/index"']
 
 
-def test_the_description_of_the_routes_needs_no_internet(app: FastAPI) -> None:
+def test_the_description_of_the_routes_needs_no_internet(app: ModelApp) -> None:
     page = call(app, "GET", "/docs").text
     names = re.findall(r'(?:src|href)="([^"]+)"', page)
     assert names == ["data:,", "docs/swagger-ui.css", "docs/swagger-ui-bundle.js", "docs/docs.js"]
     for name in names[1:]:
         response = call(app, "GET", f"/{name}")
         assert response.status_code == 200
-        assert response.headers["content-type"] in (*ui.CONTENT_TYPES.values(), *ui.SWAGGER_CONTENT_TYPES.values())
+        assert response.headers["content-type"] == content_type(name)
     assert b"3.1" in call(app, "GET", "/docs/swagger-ui-bundle.js").content
     assert call(app, "GET", "/openapi.json").json()["openapi"].startswith("3.1")
     assert call(app, "GET", "/docs/favicon.png").status_code == 404
 
 
 def test_its_policy_allows_what_it_does_and_nothing_else() -> None:
-    policy = dict(part.strip().split(" ", 1) for part in ui.PAGE_HEADERS["content-security-policy"].split(";"))
+    policy = dict(part.strip().split(" ", 1) for part in serve_app.PAGE_HEADERS["content-security-policy"].split(";"))
     assert policy == {
         "default-src": "'none'",
         "style-src": "'self'",

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from rtrain import config
-from rtrain.config import DistillConfig
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import EncodedRow, Head, RaggedArray, TokenBatch, TokenWindow, collate
 from rtrain.core.run_folder import Run
@@ -18,15 +17,16 @@ from rtrain.core.text_segmentation import find_sentence_spans
 from rtrain.data.store.store import Store
 from rtrain.inference import score
 from rtrain.inference.predictor import Predictor
-from rtrain.metrics import bootstrap, registry, rouge as metrics_rouge, summary_rows
+from rtrain.metrics import bootstrap, registry, summaries
 from rtrain.models import builder
 from rtrain.parallel.ddp import DDPStrategy
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.extractive_summary import ExtractiveSummary, locate_sentences
-from rtrain.trainer import evaluate, losses, step
+from rtrain.trainer import evaluate, step
 from serve.app import build_app
 from tests.support.causes import caused_by
+from tests.support.micro_batches import assert_same_step
 from tests.support.serving import call
 from tests.support.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 from tests.unit.trainer.test_step import make_still_encoder
@@ -70,7 +70,7 @@ def test_the_budget_is_the_mean_length_of_the_references() -> None:
 def test_the_oracle_s_sentences_are_learned_at_their_own_tokens(encoder: Path) -> None:
     row = encode(encoder, DOCUMENT)
     target_positions = TASK.target_positions(DOCUMENT, None, SUMMARY, row)
-    result = summary_rows.decode_sentences(np.array(target_positions))
+    result = summaries.decode_sentences(np.array(target_positions))
     assert result.in_oracle.tolist() == [False, True, True, False]
     assert result.words.tolist() == [6, 2, 9, 4]
     for sentence, first, end in zip(sentences(DOCUMENT), result.first, result.end, strict=True):
@@ -87,16 +87,14 @@ def test_scores_by_numbers_are_those_of_the_texts(document: list[list[str]], ref
     """Any choice of sentences: the libraries' own scores of the joined text."""
     texts, expected_values = [" ".join(words) for words in document], " ".join(reference)
     selected = sorted(data.draw(st.sets(st.integers(0, len(texts) - 1))))
-    values = np.array(
-        summary_rows.encode_summary_row(texts, [(0, 1)] * len(texts), [], expected_values), dtype=np.float32
-    )
-    rouge, bleu = summary_rows.decode_words(values)
+    values = np.array(summaries.encode_summary_row(texts, [(0, 1)] * len(texts), [], expected_values), dtype=np.float32)
+    rouge, bleu = summaries.decode_words(values)
     expected = scores_of([" ".join(texts[place] for place in selected)], [expected_values])
-    assert metrics_rouge.compute_rouge(rouge.select_words(selected), rouge.reference) == pytest.approx(
-        [expected[name] for name in metrics_rouge.ROUGE_NAMES]
+    assert summaries.compute_rouge(rouge.select_words(selected), rouge.reference) == pytest.approx(
+        [expected[name] for name in summaries.ROUGE_NAMES]
     )
-    counts = np.array(metrics_rouge.count_bleu(bleu.select_words(selected), bleu.reference))
-    assert float(metrics_rouge.compute_bleu(counts)) == pytest.approx(expected["bleu"], abs=1e-9)
+    counts = np.array(summaries.count_bleu(bleu.select_words(selected), bleu.reference))
+    assert float(summaries.compute_bleu(counts)) == pytest.approx(expected["bleu"], abs=1e-9)
 
 
 # ------------------------------------------------------------------------------------------------------------- windows
@@ -140,12 +138,12 @@ def test_what_was_not_read_is_neither_learned_nor_taken(encoder: Path) -> None:
     row = encode(encoder, DOCUMENT, window=16, max_windows=1)
     assert row.is_truncated
     tokens = batch([row], [DOCUMENT], [SUMMARY])
-    read = summary_rows.decode_sentences(tokens.targets).is_read
+    read = summaries.decode_sentences(tokens.targets).is_read
     assert 0 < read.sum() < 4
     assert TASK.count_targets(tokens, HEAD) == {"loss": int(read.sum())}
     output = np.zeros((len(row.ids), 2), dtype=np.float32)
     [row_result] = TASK.row_results([output], tokens, Head(HEAD.labels, {"max_words": 100}))
-    chances, overrides = summary_rows.decode_result(row_result)
+    chances, overrides = summaries.decode_result(row_result)
     assert overrides.tolist() == read.tolist()
     assert chances.tolist() == [0.5 if has_answer else -1 for has_answer in read]
     [answer] = TASK.decode([output], [DOCUMENT], [row], HEAD, {"max_words": 100})
@@ -177,7 +175,7 @@ def random_batch(encoder: Path) -> tuple[TokenBatch, torch.Tensor]:
 def expected_loss(tokens: TokenBatch, logits: torch.Tensor) -> float:
     total, begin = 0.0, 0
     for values, length in zip(tokens.row_targets, tokens.row_lengths.tolist(), strict=True):
-        row = summary_rows.decode_sentences(values)
+        row = summaries.decode_sentences(values)
         for first, end, is_selected in zip(row.first, row.end, row.in_oracle, strict=True):
             mean = logits[begin + first : begin + end].mean(dim=0)
             total += float(torch.logsumexp(mean, 0) - mean[int(is_selected)])
@@ -205,7 +203,7 @@ def test_a_student_learns_its_teacher_s_sentences(encoder: Path) -> None:
     loss = TASK.distillation_loss(shuffled, with_teacher, HEAD, 2.0)["loss"].item()
     expected = 0.0
     begins = (np.cumsum(tokens.row_lengths) - tokens.row_lengths).tolist()
-    rows = [summary_rows.decode_sentences(values) for values in tokens.row_targets]
+    rows = [summaries.decode_sentences(values) for values in tokens.row_targets]
     first = np.concatenate([begin + row.first for begin, row in zip(begins, rows, strict=True)])
     end = np.concatenate([begin + row.end for begin, row in zip(begins, rows, strict=True)])
     for a, b in zip(first.tolist(), end.tolist(), strict=True):
@@ -218,18 +216,9 @@ def test_an_update_is_divided_by_its_sentences_whatever_the_passes(encoder: Path
     tokens, _ = random_batch(encoder)
     network: Any = builder.build_network(encoder, TASK, HEAD.labels, seed=0)
     network = network.double().train()
-    loss = losses.make_loss(TASK, DistillConfig(), HEAD)
-    results = []
-    for parts in ([[0, 1, 2]], [[2], [0], [1]], [[1, 2], [0]]):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        done = step.run_step(DDPStrategy(network), optimizer, loss, [tokens.take(part) for part in parts], pad_id=0)
-        results.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
-    for value, gradients in results[1:]:
-        assert value == pytest.approx(results[0][0], rel=1e-12)
-        for name, gradient in gradients.items():
-            assert (gradient - results[0][1][name]).abs().max() < 1e-12, name
+    loss = assert_same_step(TASK, HEAD, network, tokens, ([[0, 1, 2]], [[2], [0], [1]], [[1, 2], [0]]))
     logits = step.forward(network, tokens, 0, "fp64").detach()
-    assert results[0][0] == pytest.approx(expected_loss(tokens, logits) / 8, rel=1e-12)
+    assert loss == pytest.approx(expected_loss(tokens, logits) / 8, rel=1e-12)
 
 
 # -------------------------------------------------------------------------------------------------------------- scores
@@ -249,13 +238,11 @@ def preferring(encoded: list[EncodedRow], documents: list[str], expected: list[l
 
 def scores_of(predicted: list[str], references: list[str]) -> dict[str, float]:
     pairs = list(zip(predicted, references, strict=True))
-    rouge = np.mean(
-        [metrics_rouge.compute_rouge(*map(metrics_rouge.tokenize_for_rouge, pair)) for pair in pairs], axis=0
+    rouge = np.mean([summaries.compute_rouge(*map(summaries.tokenize_for_rouge, pair)) for pair in pairs], axis=0)
+    bleu = summaries.compute_bleu(
+        np.sum([summaries.count_bleu(*map(summaries.tokenize_for_bleu, pair)) for pair in pairs], axis=0)
     )
-    bleu = metrics_rouge.compute_bleu(
-        np.sum([metrics_rouge.count_bleu(*map(metrics_rouge.tokenize_for_bleu, pair)) for pair in pairs], axis=0)
-    )
-    return {**dict(zip(metrics_rouge.ROUGE_NAMES, rouge.tolist(), strict=True)), "bleu": float(bleu)}
+    return {**dict(zip(summaries.ROUGE_NAMES, rouge.tolist(), strict=True)), "bleu": float(bleu)}
 
 
 def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(encoder: Path) -> None:
@@ -277,7 +264,7 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
         assert scores[name] == pytest.approx(value)
         assert scores[f"lead_{name}"] == pytest.approx(lead[name])
         assert value > lead[name] or name == "bleu"
-    assert scores["rouge"] == pytest.approx(np.mean([expected[name] for name in metrics_rouge.ROUGE_NAMES]))
+    assert scores["rouge"] == pytest.approx(np.mean([expected[name] for name in summaries.ROUGE_NAMES]))
     oracle = scores_of([answers[0]["summary_text"], documents[1], ""], references)
     assert scores["oracle_rouge1"] == pytest.approx(oracle["rouge1"])
     # Logits of the sentences, and which are the oracle's: one of 9 and one of 8 of the first document, 9 of the second.
@@ -303,7 +290,7 @@ def test_scores_are_those_of_the_summaries_texts_beside_the_first_sentences(enco
     for name in (*expected, "rouge"):
         assert scores[f"over_lead_{name}"] == pytest.approx(scores[name] - scores[f"lead_{name}"])
     intervals = bootstrap.compute_intervals(
-        registry.make_summary_metric(row_results, tokens.row_targets, HEAD), replicates=200
+        summaries.make_summary_metric(row_results, tokens.row_targets, HEAD), replicates=200
     )
     assert {"oracle_rouge1", "oracle_rouge2", "oracle_rougeL", "over_lead_rouge", "over_lead_bleu"} <= set(intervals)
     # Two of three documents are the same for both: their difference is known better than either score.
@@ -342,15 +329,14 @@ def test_documents_become_rows_and_rows_scores(store_and_encoder: tuple[Store, P
     assert (store.manifest.quarantined, store.manifest.truncated, sum(store.manifest.rows.values())) == (2, 0, 60)
     assert 8 <= store.manifest.facts["max_words"] <= 16
     network: Any = builder.build_network(folder / "encoder", TASK, store.manifest.labels, seed=0)
-    results_by_split: dict[str, RaggedArray] = {}
-    scores = evaluate.evaluate(
-        DDPStrategy(network), TASK, store, "test", pad_id=0, precision="fp32", results_by_split=results_by_split
-    )
+    strategy = DDPStrategy(network)
+    row_results = evaluate.gather_row_results(strategy, TASK, store, "test", pad_id=0, precision="fp32")
+    scores = evaluate.score_rows(strategy, TASK, store, "test", row_results)
     assert scores["rows"] == store.num_rows("test")
     assert 0 < scores["lead_rouge1"] < 1
     path = Run(tmp_path).predictions("test")
     predictions.write_predictions(
-        path, "test", store, TASK, store.manifest.head, results_by_split["test"], load_tokenizer(folder / "encoder", 32)
+        path, "test", store, TASK, store.manifest.head, row_results, load_tokenizer(folder / "encoder", 32)
     )
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert "3" in row["target"]

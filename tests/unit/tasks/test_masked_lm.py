@@ -12,10 +12,9 @@ import torch
 from rtrain import config
 from rtrain.config import DistillConfig
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import IGNORE_INDEX, Head, RaggedArray, TokenBatch, single_window_batch
-from rtrain.data import packing
+from rtrain.core.ragged import IGNORE_INDEX, Head, TokenBatch, single_window_batch
 from rtrain.data.row_reader import SourceRow
-from rtrain.data.store import builder as store_builder
+from rtrain.data.store import builder as store_builder, shards
 from rtrain.inference.predictor import Predictor
 from rtrain.metrics import registry
 from rtrain.models import builder as models_builder
@@ -26,6 +25,7 @@ from rtrain.tasks.masked_lm import MaskedLM
 from rtrain.trainer import evaluate, losses, step
 from serve.app import build_app
 from tests.support.causes import caused_by
+from tests.support.micro_batches import assert_same_step
 from tests.support.serving import call
 from tests.support.tiny import CORPUS, VOCABULARY, make_encoder, make_masked, make_store, make_task_artifact
 from tests.unit.trainer.test_step import make_still_encoder
@@ -91,21 +91,14 @@ def test_an_update_is_divided_by_its_masked_tokens(encoder: Path) -> None:
     network: Any = models_builder.build_network(encoder, TASK, (), seed=0)
     network = network.double().train()
     tokens = TASK.prepare(rows(6, length=30), HEAD, 0, 0)
-    loss = losses.make_loss(TASK, DistillConfig(), HEAD)
-    results = []
-    for parts in ([[0, 1, 2, 3, 4, 5]], [[5], [0, 2], [1, 3, 4]]):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        done = step.run_step(DDPStrategy(network), optimizer, loss, [tokens.take(part) for part in parts], pad_id=0)
-        results.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
-    assert results[1][0] == pytest.approx(results[0][0], rel=1e-12)
-    assert all((results[1][1][name] - other).abs().max() < 1e-12 for name, other in results[0][1].items())
+    loss = assert_same_step(TASK, HEAD, network, tokens, ([[0, 1, 2, 3, 4, 5]], [[5], [0, 2], [1, 3, 4]]))
     logits = step.forward(network, tokens, 0, "fp64").detach()
     by_hand = [
         float(torch.logsumexp(row, 0) - row[int(target)])
         for row, target in zip(logits, tokens.targets, strict=True)
         if target != IGNORE_INDEX
     ]
-    assert results[0][0] == pytest.approx(np.mean(by_hand), rel=1e-12)
+    assert loss == pytest.approx(np.mean(by_hand), rel=1e-12)
     assert TASK.count_targets(tokens, HEAD) == {"loss": len(by_hand)}
     outputs = TASK.row_outputs(logits.numpy()[TASK.logit_positions(tokens, HEAD)], tokens, HEAD)
     scores = registry.METRICS["tokens"].main_scores(TASK.row_results(outputs, tokens, HEAD), tokens.row_targets, HEAD)
@@ -156,9 +149,9 @@ def test_the_head_on_guessed_tokens_gives_the_loss_and_gradient_of_all(tmp_path:
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
     # In two micro-batches, one of them without anything to guess.
     micro_batches = [tokens.take(part) for part in ([0, 1, 2, 3, 4], [5])]
-    done = step.run_step(
-        DDPStrategy(network), optimizer, losses.make_loss(TASK, DistillConfig(), HEAD), micro_batches, pad_id=0
-    )
+    done = step.StepRunner(
+        DDPStrategy(network), optimizer, losses.make_loss(TASK, DistillConfig(), HEAD), pad_id=0
+    ).run_step(micro_batches)
     hook.remove()
     assert widths == [(1, len(guessed), VOCABULARY), (1, 0, VOCABULARY)]
     assert done.loss == pytest.approx(expected.item(), rel=1e-12)
@@ -184,7 +177,7 @@ def test_documents_become_full_blocks_and_lose_no_word(encoder: Path) -> None:
     source_rows = [SourceRow(number, text, None, "", None) for number, text in enumerate(documents)]
     source_rows.insert(3, SourceRow(99, "", None, "", "empty"))
     splits = ["train", "valid"]
-    rows = list(packing.pack_documents(source_rows, tokenizer, 32, lambda row: splits[row.line % 2]))
+    rows = list(shards.pack_documents(source_rows, tokenizer, 32, lambda row: splits[row.line % 2]))
     assert [row.line for row in rows if row.reason] == [99]
     blocks = [row for row in rows if not row.reason]
     for parity in (0, 1):
@@ -197,7 +190,7 @@ def test_documents_become_full_blocks_and_lose_no_word(encoder: Path) -> None:
 
 def test_a_word_longer_than_a_block_is_cut(encoder: Path) -> None:
     tokenizer = load_tokenizer(encoder, 16)
-    parts = packing.split_document("ab " + "c" * 80 + " de", tokenizer, 14)
+    parts = shards.split_document("ab " + "c" * 80 + " de", tokenizer, 14)
     assert "".join(text for text, _ in parts).replace(" ", "") == "ab" + "c" * 80 + "de" or len(parts) == 1
 
 
@@ -209,7 +202,7 @@ def test_windows_that_share_tokens_are_refused_since_blocks_would_not_be_full(en
     text, sizes = " ".join(["parcel"] * 200), {}
     for stride in (0, 8):
         tokenizer = load_tokenizer(encoder, 32, stride)
-        blocks = [text for text, _ in packing.split_document(text, tokenizer, 30)]
+        blocks = [text for text, _ in shards.split_document(text, tokenizer, 30)]
         sizes[stride] = [len(whole_tokens(tokenizer, entry)) for entry in blocks[:-1]]
     assert set(sizes[0]) == {30}
     assert min(sizes[8]) < 25
@@ -230,10 +223,9 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
     assert store.manifest.truncated == 0
     assert store.manifest.tokens["train"] / store.num_rows("train") > 24
     network: Any = models_builder.build_network(encoder, TASK, (), seed=0)
-    results_by_split: dict[str, RaggedArray] = {}
-    scores = evaluate.evaluate(
-        DDPStrategy(network), TASK, store, "valid", pad_id=0, precision="fp32", results_by_split=results_by_split
-    )
+    strategy = DDPStrategy(network)
+    row_results = evaluate.gather_row_results(strategy, TASK, store, "valid", pad_id=0, precision="fp32")
+    scores = evaluate.score_rows(strategy, TASK, store, "valid", row_results)
     second_result = evaluate.evaluate(DDPStrategy(network), TASK, store, "valid", pad_id=0, precision="fp32")
     assert scores == second_result  # the same tokens are guessed each time
     assert scores["perplexity"] > 1
@@ -243,7 +235,7 @@ def test_from_documents_to_answers(encoder: Path, tmp_path: Path) -> None:
         store,
         TASK,
         head,
-        results_by_split["valid"],
+        row_results,
         load_tokenizer(encoder, 32),
     )
     folder = make_task_artifact(tmp_path / "artifact", "masked_lm", head)

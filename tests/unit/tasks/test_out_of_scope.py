@@ -14,7 +14,7 @@ from rtrain.core.ragged import OUT_OF_SCOPE, Head, RaggedArray
 from rtrain.data.store import builder
 from rtrain.data.store.store import Store
 from rtrain.inference.predictor import Predictor
-from rtrain.metrics import registry, scores, tables
+from rtrain.metrics import classes, registry, scores
 from rtrain.tasks import base
 from serve.app import build_app
 from tests.conftest import labelled_rows, write_rows
@@ -128,7 +128,7 @@ def test_a_slice_of_outside_rows_alone_has_scores_too() -> None:
 
 
 def test_tables_have_it_as_a_class() -> None:
-    built_tables = tables.build_class_tables(ROW_RESULTS, TARGETS, THRESHOLDED)
+    built_tables = classes.build_class_tables(ROW_RESULTS, TARGETS, THRESHOLDED)
     assert built_tables["confusion"]["labels"] == ["a", "b", "none"]
     assert built_tables["confusion"]["counts"] == [[1, 0, 1], [1, 0, 0], [0, 1, 2]]
     assert built_tables["threshold"] == 0.7
@@ -151,10 +151,7 @@ def test_answers_begin_with_it_below_the_threshold() -> None:
     assert [entry["score"] for entry in unsure] == pytest.approx([0.4, 0.6, 0.4])
     assert [
         [entry["label"] for entry in answer] for answer in TASK.decode(outputs, [], [], THRESHOLDED, {"top_k": 1})
-    ] == [
-        ["a"],
-        ["none"],
-    ]
+    ] == [["a"], ["none"]]
     assert [entry["label"] for entry in TASK.decode(outputs, [], [], HEAD, {})[1]] == ["b", "a"]  # no threshold yet
 
 

@@ -26,6 +26,7 @@ from rtrain.trainer import evaluate, losses, step
 from serve.app import build_app
 from tests.conftest import labelled_rows
 from tests.support.causes import caused_by
+from tests.support.micro_batches import assert_same_step
 from tests.support.serving import call
 from tests.support.tiny import make_encoder, make_store, make_task_artifact
 from tests.unit.trainer.test_step import make_still_encoder
@@ -42,16 +43,8 @@ def batch(targets: list[list[float]], teacher: Any = None) -> TokenBatch:
     answers = np.empty((rows, 0)) if teacher is None else np.array(teacher)
     expected = RaggedArray.from_rows(targets, np.float32)
     ids = np.arange(rows, dtype=np.uint64)
-    return TokenBatch(
-        one_per_row,
-        one_per_row,
-        one_per_row,
-        one_per_row,
-        expected.values,
-        expected.counts,
-        ids,
-        answers.astype(np.float32),
-    )
+    lengths = (one_per_row,) * 4
+    return TokenBatch(*lengths, expected.values, expected.counts, ids, answers.astype(np.float32))
 
 
 # ------------------------------------------------------------------------------------------------------ several labels
@@ -85,12 +78,9 @@ def test_the_loss_of_labels_is_a_sum_over_rows_and_labels() -> None:
     rows = batch([[1, 0, 1], [0, 0, 0]])
     logits = torch.tensor([[2.0, -1.0, 0.0], [0.5, 0.0, -3.0]], dtype=torch.float64)
     chances = [[1 / (1 + math.exp(-float(z))) for z in row] for row in logits]
-    expected_values = [[1, 0, 1], [0, 0, 0]]
-    expected = -sum(
-        math.log(p if t else 1 - p)
-        for row, subset in zip(chances, expected_values, strict=True)
-        for p, t in zip(row, subset, strict=True)
-    )
+    truths = [[1, 0, 1], [0, 0, 0]]
+    pairs = [pair for sides in zip(chances, truths, strict=True) for pair in zip(*sides, strict=True)]
+    expected = -sum(math.log(chance if is_true else 1 - chance) for chance, is_true in pairs)
     assert LABELS.loss(logits, rows, TOPICS)["loss"].item() == pytest.approx(expected)
     assert LABELS.count_targets(rows, TOPICS) == {"loss": 6}
 
@@ -112,10 +102,8 @@ def test_the_threshold_is_the_best_of_the_validation_rows() -> None:
     facts = LABELS.calibrate(row_results, targets, head)
     assert 0.2 < facts["thresholds"]["a"] <= 0.3
     assert registry.METRICS["labels"].main_scores(row_results, targets, Head(("a",), facts))["micro_f1"] == 1
-    assert (
-        LABELS.calibrate(RaggedArray.from_matrix(np.empty((0, 1))), RaggedArray.from_matrix(np.empty((0, 1))), head)
-        == {}
-    )
+    no_rows = RaggedArray.from_matrix(np.empty((0, 1)))
+    assert LABELS.calibrate(no_rows, no_rows, head) == {}
 
 
 def test_each_label_has_a_threshold_of_its_own() -> None:
@@ -126,12 +114,8 @@ def test_each_label_has_a_threshold_of_its_own() -> None:
     head = Head(("low", "high"))
     facts = LABELS.calibrate(RaggedArray.from_matrix(logits), targets, head)
     assert facts["thresholds"]["low"] < 0.1 < 0.4 < facts["thresholds"]["high"]
-    assert (
-        registry.METRICS["labels"].main_scores(RaggedArray.from_matrix(logits), targets, Head(head.labels, facts))[
-            "macro_f1"
-        ]
-        > 0.97
-    )
+    scores = registry.METRICS["labels"].main_scores(RaggedArray.from_matrix(logits), targets, Head(head.labels, facts))
+    assert scores["macro_f1"] > 0.97
 
 
 def test_a_rare_label_leans_on_the_threshold_of_all() -> None:
@@ -139,17 +123,15 @@ def test_a_rare_label_leans_on_the_threshold_of_all() -> None:
     common = np.repeat([2.0, -2.0], 100)
     logits = np.stack([common, np.where(np.arange(200) == 0, 9.0, -2.0), np.full(200, -3.0)], axis=1)
     true = np.stack([common > 0, np.arange(200) == 0, np.zeros(200)], axis=1)
-    head = Head(("common", "rare", "absent"))
-    facts = LABELS.calibrate(RaggedArray.from_matrix(logits), RaggedArray.from_matrix(true.astype(np.float32)), head)[
-        "thresholds"
-    ]
-    single = LABELS.calibrate(
-        RaggedArray.from_matrix(logits[:, 1:2]),
-        RaggedArray.from_matrix(true[:, 1:2].astype(np.float32)),
-        Head(("rare",)),
-    )
-    assert facts["absent"] == pytest.approx(facts["common"])
-    assert facts["common"] <= facts["rare"] < single["thresholds"]["rare"]
+
+    def thresholds(columns: slice, *labels: str) -> dict[str, float]:
+        row_results, targets = (RaggedArray.from_matrix(side[:, columns].astype(np.float64)) for side in (logits, true))
+        result: dict[str, float] = LABELS.calibrate(row_results, targets, Head(labels))["thresholds"]
+        return result
+
+    shared = thresholds(slice(3), "common", "rare", "absent")
+    assert shared["absent"] == pytest.approx(shared["common"])
+    assert shared["common"] <= shared["rare"] < thresholds(slice(1, 2), "rare")["rare"]
 
 
 def test_rows_with_labels_are_described() -> None:
@@ -200,18 +182,11 @@ def test_heads_are_divided_by_their_own_targets_whatever_the_passes(tmp_path: Pa
     network = network.double().train()
     rows = batch([[1, IGNORE_INDEX], [0, 1], [1, IGNORE_INDEX], [0, IGNORE_INDEX], [1, 0]])
     rows = TokenBatch(**{**vars(rows), "ids": np.array([7, 8, 9, 10, 11], dtype=np.int32)})
-    loss = losses.make_loss(HEADS, DistillConfig(), TWO_HEADS)
-    assert loss.num_parts == 2
-    results = []
-    for parts in ([[0, 1, 2, 3, 4]], [[0, 2], [1], [3, 4]], [[3], [0, 1, 2], [4]]):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        done = step.run_step(DDPStrategy(network), optimizer, loss, [rows.take(part) for part in parts], pad_id=0)
-        results.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
+    assert losses.make_loss(HEADS, DistillConfig(), TWO_HEADS).num_parts == 2
+    partitions = ([[0, 1, 2, 3, 4]], [[0, 2], [1], [3, 4]], [[3], [0, 1, 2], [4]])
+    loss = assert_same_step(HEADS, TWO_HEADS, network, rows, partitions)
     sums = HEADS.loss(step.forward(network, rows, 0, "fp64").detach(), rows, TWO_HEADS)
-    expected = sums["intent"].item() / 5 + sums["mood"].item() / 2
-    for value, gradients in results:
-        assert value == pytest.approx(expected, rel=1e-12)
-        assert all((gradients[name] - other).abs().max() < 1e-12 for name, other in results[0][1].items())
+    assert loss == pytest.approx(sums["intent"].item() / 5 + sums["mood"].item() / 2, rel=1e-12)
 
 
 def test_an_update_without_a_head_s_label_trains_the_others(tmp_path: Path) -> None:
@@ -220,9 +195,9 @@ def test_an_update_without_a_head_s_label_trains_the_others(tmp_path: Path) -> N
     rows = batch([[1, IGNORE_INDEX], [0, IGNORE_INDEX]])
     rows = TokenBatch(**{**vars(rows), "ids": np.array([7, 8], dtype=np.int32)})
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-    done = step.run_step(
-        DDPStrategy(network), optimizer, losses.make_loss(HEADS, DistillConfig(), TWO_HEADS), [rows], pad_id=0
-    )
+    done = step.StepRunner(
+        DDPStrategy(network), optimizer, losses.make_loss(HEADS, DistillConfig(), TWO_HEADS), pad_id=0
+    ).run_step([rows])
     assert math.isfinite(done.loss)
     head = dict(network.named_parameters())["classifier.weight"].grad
     assert (head[:2].abs().max() > 0, head[2:].abs().max() == 0) == (True, True)

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import unicodedata
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from rtrain import config
 from rtrain.core.ragged import EncodedRow, Head, RaggedArray, TokenBatch, TokenWindow, collate
 from rtrain.core.run_folder import Run
 from rtrain.inference import score
-from rtrain.metrics import registry, tables
+from rtrain.metrics import registry, spans
+from rtrain.metrics.spans import SpanResults
 from rtrain.models import builder
 from rtrain.parallel.ddp import DDPStrategy
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
-from rtrain.tasks.span_qa import SpanQA, _find_best_span
+from rtrain.tasks.span_qa import SpanQA
 from rtrain.trainer import evaluate
 from tests.support.tiny import CORPUS, make_encoder, make_store, make_task_artifact
 
@@ -145,11 +147,21 @@ def test_the_best_span_of_all_windows_wins() -> None:
     output[8] = (0, 9)  # an end in the question
     output[12] = (9, 9)  # the separator
     output[0], output[6] = (1, 1), (0.5, 1)  # no answer: 2 in the first window, 1.5 in the second
-    best = _find_best_span(output, windows)
-    assert (best.first, best.last, best.margin) == (9, 11, 6 - 1.5)
+    assert find_best_span(output, windows) == (9, 11, 6 - 1.5)
     output[10:12, 1] = 0
     output[3] = (0, 9)  # an end before the start does not make a span with it
-    assert _find_best_span(output, windows).first != 4 or _find_best_span(output, windows).last >= 4
+    first, last, _ = find_best_span(output, windows)
+    assert first <= last
+
+
+def find_best_span(output: Any, windows: list[TokenWindow]) -> tuple[float, float, float]:
+    """First and last token and margin of a row's best span."""
+    tokens = collate([EncodedRow(list(range(len(output))), windows, False, [])])
+    targets = np.zeros(2 * len(windows), dtype=np.float32)
+    tokens = replace(tokens, targets=targets, targets_per_row=np.array([len(targets)], dtype=np.int32))
+    [row] = zip(*SpanResults.from_rows(TASK.row_results([output], tokens, HEAD)), strict=True)
+    best = SpanResults(*map(float, row))
+    return best.first, best.last, best.margin
 
 
 def rows_of(encoder: Path, window: int = 24) -> tuple[TokenBatch, torch.Tensor]:
@@ -209,14 +221,14 @@ def test_an_answer_that_is_no_number_is_wrong(encoder: Path) -> None:
         assert registry.METRICS["spans"].main_scores(result, tokens.row_targets, head)["f1"] == 0
         assert TASK.calibrate(result, tokens.row_targets, head) == {}
         assert all(entry == slice(0, 1) for entry in TASK.explain_rows(result, tokens.row_targets, head).prediction)
-    assert "no_answer" not in tables.build_span_tables(result, tokens.row_targets, HEAD)
+    assert "no_answer" not in spans.build_span_tables(result, tokens.row_targets, HEAD)
     rows = RaggedArray.from_rows(
         [row_result(1, 2, True), row_result(0, math.nan, False), row_result(0, -1, False)], np.float64
     )
     targets = RaggedArray.from_rows([[]] * 3, np.float32)
     assert registry.METRICS["spans"].main_scores(rows, targets, HEAD)["f1"] == pytest.approx(2 / 3)
     assert TASK.calibrate(rows, targets, HEAD) == {"threshold": 0.5}
-    curve = tables.build_span_tables(rows, targets, HEAD)["no_answer"]["curve"]
+    curve = spans.build_span_tables(rows, targets, HEAD)["no_answer"]["curve"]
     assert [point["answered"] for point in curve] == pytest.approx([1 / 3, 2 / 3, 1])
     assert [point["f1"] for point in curve] == pytest.approx([1 / 3, 2 / 3, 1 / 3])
 
@@ -260,14 +272,13 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
     tokens = store.read_tokens("train", np.arange(store.num_rows("train")))
     assert tokens.targets_per_row.tolist() == (2 * tokens.windows_per_row).tolist()
     network: Any = builder.build_network(encoder, TASK, store.manifest.labels, seed=0)
-    results_by_split: dict[str, RaggedArray] = {}
-    scores = evaluate.evaluate(
-        DDPStrategy(network), TASK, store, "valid", pad_id=0, precision="fp32", results_by_split=results_by_split
-    )
+    strategy = DDPStrategy(network)
+    row_results = evaluate.gather_row_results(strategy, TASK, store, "valid", pad_id=0, precision="fp32")
+    scores = evaluate.score_rows(strategy, TASK, store, "valid", row_results)
     assert scores["rows"] == store.num_rows("valid")
     tokenizer = load_tokenizer(encoder, 48, 12)
     path = Run(tmp_path).predictions("valid")
-    predictions.write_predictions(path, "valid", store, TASK, store.manifest.head, results_by_split["valid"], tokenizer)
+    predictions.write_predictions(path, "valid", store, TASK, store.manifest.head, row_results, tokenizer)
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert isinstance(row["prediction"], str)
         assert math.isfinite(row["loss"])
@@ -281,11 +292,7 @@ def test_from_a_squad_file_to_answers(encoder: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("context", "span"),
-    [
-        ("행 은 서울 에", (1, 8)),
-        ("हिंदी में नि", (1, 8)),
-        ("cafe\u0301 \U0001f469\u200d\U0001f4bb!", (3, 7)),
-    ],
+    [("행 은 서울 에", (1, 8)), ("हिंदी में नि", (1, 8)), ("cafe\u0301 \U0001f469\u200d\U0001f4bb!", (3, 7))],
 )
 def test_an_answer_is_made_of_whole_characters(context: str, span: tuple[int, int]) -> None:
     context = unicodedata.normalize("NFD", context)

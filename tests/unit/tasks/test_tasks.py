@@ -12,7 +12,7 @@ from rtrain.core.ragged import Head, RaggedArray, TokenBatch, single_window_batc
 from rtrain.metrics import registry
 from rtrain.tasks import base
 from rtrain.tasks.classification import Classification
-from rtrain.tasks.pooled import pool_logits
+from rtrain.tasks.defaults import pool_logits
 from tests.support.causes import caused_by
 
 TASK = base.get_task("classification")
@@ -134,11 +134,7 @@ WINDOWS = [[1, 0], [2, 5], [3, 1], [7, 0], [4, 4], [0, 2]]
 
 @pytest.mark.parametrize(
     ("pooling", "expected"),
-    [
-        ("mean", [[1, 0], [4, 2], [2, 3]]),
-        ("max", [[1, 0], [7, 5], [4, 4]]),
-        ("first", [[1, 0], [2, 5], [4, 4]]),
-    ],
+    [("mean", [[1, 0], [4, 2], [2, 3]]), ("max", [[1, 0], [7, 5], [4, 4]]), ("first", [[1, 0], [2, 5], [4, 4]])],
 )
 def test_windows_of_a_row_are_pooled_alike_in_training_and_in_answers(pooling: str, expected: list[list[int]]) -> None:
     head = Head(("a", "b"), {"pooling": pooling})

@@ -11,7 +11,6 @@ import tokenizers
 import torch
 
 from rtrain import config
-from rtrain.config import DistillConfig
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import IGNORE_INDEX, EncodedRow, Head, RaggedArray, TokenBatch, collate
 from rtrain.core.run_folder import Run
@@ -22,8 +21,9 @@ from rtrain.parallel.ddp import DDPStrategy
 from rtrain.runs import predictions
 from rtrain.tasks.encode import load_tokenizer
 from rtrain.tasks.token_tags import TokenTags
-from rtrain.trainer import evaluate, losses, step
+from rtrain.trainer import evaluate, step
 from tests.support.causes import caused_by
+from tests.support.micro_batches import assert_same_step
 from tests.support.tiny import make_encoder, make_store
 from tests.unit.trainer.test_step import make_still_encoder
 
@@ -207,19 +207,10 @@ def test_an_update_is_divided_by_its_words_whatever_the_passes(encoder: Path) ->
     tokens, _ = random_batch(encoder)
     network: Any = builder.build_network(encoder, TASK, HEAD.labels, seed=0)
     network = network.double().train()
-    loss = losses.make_loss(TASK, DistillConfig(), HEAD)
-    results = []
-    for parts in ([[0, 1, 2]], [[2], [0], [1]], [[1, 2], [0]]):
-        optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-        done = step.run_step(DDPStrategy(network), optimizer, loss, [tokens.take(part) for part in parts], pad_id=0)
-        results.append((done.loss, {name: p.grad.clone() for name, p in network.named_parameters()}))
-    for value, gradients in results[1:]:
-        assert value == pytest.approx(results[0][0], rel=1e-12)
-        for name, gradient in gradients.items():
-            assert (gradient - results[0][1][name]).abs().max() < 1e-12, name
+    loss = assert_same_step(TASK, HEAD, network, tokens, ([[0, 1, 2]], [[2], [0], [1]], [[1, 2], [0]]))
     logits = step.forward(network, tokens, 0, "fp64")
     words = TASK.count_targets(tokens, HEAD)["loss"]
-    assert results[0][0] == pytest.approx(TASK.loss(logits, tokens, HEAD)["loss"].item() / words, rel=1e-12)
+    assert loss == pytest.approx(TASK.loss(logits, tokens, HEAD)["loss"].item() / words, rel=1e-12)
 
 
 # ------------------------------------------------------------------------------------------------------- the whole way
@@ -257,14 +248,13 @@ def test_evaluation_sees_every_word_and_writes_tags(store_and_encoder: tuple[Sto
 
     store, folder = store_and_encoder
     network: Any = builder.build_network(folder / "encoder", TASK, store.manifest.labels, seed=0)
-    results_by_split: dict[str, RaggedArray] = {}
-    scores = evaluate.evaluate(
-        DDPStrategy(network), TASK, store, "test", pad_id=0, precision="fp32", results_by_split=results_by_split
-    )
+    strategy = DDPStrategy(network)
+    row_results = evaluate.gather_row_results(strategy, TASK, store, "test", pad_id=0, precision="fp32")
+    scores = evaluate.score_rows(strategy, TASK, store, "test", row_results)
     assert scores["rows"] == store.num_rows("test")
     path = Run(tmp_path).predictions("test")
     predictions.write_predictions(
-        path, "test", store, TASK, store.manifest.head, results_by_split["test"], tokenizer_of(folder / "encoder")
+        path, "test", store, TASK, store.manifest.head, row_results, tokenizer_of(folder / "encoder")
     )
     for row in pyarrow.parquet.read_table(path).to_pylist():
         assert row["target"] in [["O", *tags] for _, tags in SENTENCES]

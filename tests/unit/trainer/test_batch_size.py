@@ -1,5 +1,6 @@
 """How many tokens fit into a GPU's memory: the decision from two peaks, and that a pass's memory is a line in them."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from rtrain.core.run_folder import Run
 from rtrain.data.store.store import Store
 from rtrain.models import builder
 from rtrain.parallel.watchdog import Watchdog
-from rtrain.runs import decisions
+from rtrain.runs import worker
 from rtrain.trainer import batch_size, losses
 from rtrain.trainer.batch_size import MAX_TOKENS, MIN_TOKENS, MemoryPeak, longest_rows, tokens_from_peaks
 from tests.unit.trainer import test_trainer
@@ -88,12 +89,16 @@ def test_a_gpu_s_own_figures_decide(
             raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(batch_size, "forward_backward", forward_backward)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (7 * GB, 80 * GB))
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: GB // 2)
-    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: 1.0)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: int((left.pop(0) or 0) * GB))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    figures: dict[str, Callable[..., Any]] = {
+        "mem_get_info": lambda device: (7 * GB, 80 * GB),
+        "memory_reserved": lambda device: GB // 2,
+        "get_per_process_memory_fraction": lambda device: 1.0,
+        "reset_peak_memory_stats": lambda device: None,
+        "max_memory_allocated": lambda device: int((left.pop(0) or 0) * GB),
+        "empty_cache": lambda: None,
+    }
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, value)
 
     def made(count: int) -> TokenBatch:
         return longest_rows(store, TASK, count)
@@ -106,9 +111,9 @@ def test_a_gpu_s_own_figures_decide(
 
 def test_a_run_keeps_the_size_of_its_passes(tmp_path: Path) -> None:
     watch = Watchdog()
-    assert decisions.decide_micro_batch_tokens(watch, Run(tmp_path), None) is None  # a CPU, or as the recipe says
-    assert [decisions.decide_micro_batch_tokens(watch, Run(tmp_path), fits) for fits in (4096, 1024)] == [4096, 4096]
-    assert Run(tmp_path).decisions == {decisions.MICRO_BATCH_TOKENS_KEY: 4096}
+    assert worker.decide_micro_batch_tokens(watch, Run(tmp_path), None) is None  # a CPU, or as the recipe says
+    assert [worker.decide_micro_batch_tokens(watch, Run(tmp_path), fits) for fits in (4096, 1024)] == [4096, 4096]
+    assert Run(tmp_path).decisions == {worker.MICRO_BATCH_TOKENS_KEY: 4096}
     assert [(event["kind"], event["tokens"]) for event in events.read_events(tmp_path)] == [
         ("micro_batch_size_decided", 4096)
     ]

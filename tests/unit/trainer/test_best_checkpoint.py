@@ -10,8 +10,8 @@ from hypothesis import given, strategies as st
 from rtrain.core.ragged import RaggedArray
 from rtrain.data.store.store import Store
 from rtrain.tasks import base
-from rtrain.trainer import best_checkpoint
-from rtrain.trainer.best_checkpoint import Evaluation
+from rtrain.trainer import evaluate
+from rtrain.trainer.evaluate import Evaluation
 from tests.unit.trainer import test_trainer
 from tests.unit.trainer.test_trainer import UPDATES, start, weights_digest
 from tests.unit.trainer.test_trainer_resume import weights_of
@@ -33,7 +33,7 @@ ground = test_trainer.ground  # a fixture
     ],
 )
 def test_which_of_two_is_better(new: Evaluation, old: Evaluation | None, wins: bool) -> None:
-    assert best_checkpoint.is_better(new, old) is wins
+    assert evaluate.is_better(new, old) is wins
 
 
 SCORES = st.sampled_from([0.25, 0.5, 0.75])
@@ -45,9 +45,9 @@ def test_taken_one_after_another_the_best_is_the_best_of_all(pairs: list[tuple[f
     every = [Evaluation(update, *pair) for update, pair in enumerate(pairs)]
     options: Evaluation | None = None
     for one in every:
-        options = one if best_checkpoint.is_better(one, options) else options
+        options = one if evaluate.is_better(one, options) else options
     assert options == min(every, key=lambda one: (-one.score, one.loss, one.step))
-    output = best_checkpoint.best_event(options, {one.step: one for one in every})
+    output = evaluate.best_event(options, {one.step: one for one in every})
     tied = [one for one in every if one.score == options.score]
     lowest = [one for one in tied if one.loss == options.loss]
     assert output["num_evaluations"] == len(every)
@@ -56,7 +56,7 @@ def test_taken_one_after_another_the_best_is_the_best_of_all(pairs: list[tuple[f
 
 def test_a_better_one_whose_checkpoint_was_lost_is_not_counted() -> None:
     every = {2: Evaluation(2, 0.9, 0.1), 4: Evaluation(4, 0.1, 0.2), 6: Evaluation(6, 0.3, 0.2)}
-    assert best_checkpoint.best_event(every[6], every) == {
+    assert evaluate.best_event(every[6], every) == {
         "step": 6,
         "score": 0.3,
         "loss": 0.2,
@@ -71,17 +71,15 @@ def test_the_loss_is_the_mean_log_loss_of_the_rows_and_an_endless_one_is_bounded
     logits = np.random.default_rng(0).normal(size=(len(true), size))
     shares = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     requested = -np.log(shares[np.arange(len(true)), true])
-    assert best_checkpoint.mean_row_loss(task, RaggedArray.from_matrix(logits), store) == pytest.approx(
-        requested.mean()
-    )
+    assert evaluate.mean_row_loss(task, RaggedArray.from_matrix(logits), store) == pytest.approx(requested.mean())
     logits[0] = -1e6
     logits[0, (true[0] + 1) % size] = 1e6
-    actual = best_checkpoint.mean_row_loss(task, RaggedArray.from_matrix(logits), store)
-    assert actual == pytest.approx((requested[1:].sum() + best_checkpoint.INFINITE_LOSS) / len(true))
-    assert 700 < best_checkpoint.INFINITE_LOSS < 710
+    actual = evaluate.mean_row_loss(task, RaggedArray.from_matrix(logits), store)
+    assert actual == pytest.approx((requested[1:].sum() + evaluate.INFINITE_LOSS) / len(true))
+    assert 700 < evaluate.INFINITE_LOSS < 710
 
 
-@pytest.mark.parametrize("kill", [None, 1, 3, 5])
+@pytest.mark.parametrize("kill", [None, 3, *(pytest.param(kill, marks=pytest.mark.slow) for kill in (1, 5))])
 def test_of_equal_scores_the_lower_loss_is_chosen_also_after_a_resume(
     kill: int | None, ground: Path, tmp_path: Path
 ) -> None:

@@ -1,6 +1,7 @@
 """How fast workers are beside each other."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,10 +9,8 @@ import pytest
 
 from rtrain import config as configuration
 from rtrain.core.ragged import single_window_batch
-from rtrain.models import builder
-from rtrain.runs import decisions, worker
-from rtrain.runs.worker import WorkerArgs
-from rtrain.trainer import batch_size, load_balancing
+from rtrain.runs import worker
+from rtrain.trainer import batch_size
 from tests.unit.trainer.test_step import LOSS, make_network, make_still_encoder
 
 
@@ -26,7 +25,7 @@ from tests.unit.trainer.test_step import LOSS, make_network, make_still_encoder
     ],
 )
 def test_speeds_are_parts_of_the_fastest(seconds: list[float], expected: list[float]) -> None:
-    assert load_balancing.relative_speeds(seconds) == expected
+    assert batch_size.relative_speeds(seconds) == expected
 
 
 def test_passes_are_timed_and_leave_no_gradient(tmp_path: Path) -> None:
@@ -35,7 +34,7 @@ def test_passes_are_timed_and_leave_no_gradient(tmp_path: Path) -> None:
     ids = np.random.default_rng(0).integers(5, 200, 8 * 16).astype(np.int32)
     tokens = single_window_batch(ids, lengths, lengths, np.zeros(8), np.arange(8, dtype=np.uint64))
     before = [item.detach().clone() for item in network.parameters()]
-    assert 0 < load_balancing.time_micro_batches(network, LOSS, tokens, 0, "fp32") < 60
+    assert 0 < batch_size.time_micro_batches(network, LOSS, tokens, 0, "fp32") < 60
     assert all(item.grad is None for item in network.parameters())
     assert all(bool((item == other).all()) for item, other in zip(before, network.parameters(), strict=True))
 
@@ -53,15 +52,14 @@ def test_passes_are_timed_and_leave_no_gradient(tmp_path: Path) -> None:
     ],
 )
 def test_passes_that_are_timed_have_the_answers_that_the_store_has(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, recipe: str, settings: dict[str, Any]
+    monkeypatch: pytest.MonkeyPatch, recipe: str, settings: dict[str, Any]
 ) -> None:
     """Where a student has none of its teacher, or those of several as one, the store has no answers of that name."""
     config, asked = configuration.load_config(recipe, {**settings, "train.load_balancing": "auto"}), list[str | None]()
     monkeypatch.setattr(batch_size, "longest_rows", lambda store, task, tokens, teacher: asked.append(teacher))
-    monkeypatch.setattr(decisions, "decide_speeds", lambda watchdog, run, measure_seconds: (1.0, 0.5))
-    monkeypatch.setattr(builder, "pad_id", lambda folder: 0)
-    started: Any = object.__new__(worker._Worker)
-    started._args, started._world = WorkerArgs(config, tmp_path, tmp_path, tmp_path), 2
-    started.watchdog = started._run = started.network = started._source = None
-    assert started._measure_speeds(None, None, None, "fp32") == (1.0, 0.5)
+    monkeypatch.setattr(worker, "decide_speeds", lambda watchdog, run, measure_seconds: (1.0, 0.5))
+    started: Any = SimpleNamespace(world_size=2, watchdog=None, run=None)
+    context: Any = SimpleNamespace(recipe=config.recipe, store=None, task=None, loss=None, pad_id=0, precision="fp32")
+    network: Any = None
+    assert worker.measure_speeds(started, context, network) == (1.0, 0.5)
     assert asked == [config.recipe.teacher_logits_key]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rtrain.config import OptimConfig
-from rtrain.trainer import optimizers, radam
+from rtrain.trainer import optimizers
 from tests.unit.checkpoint.test_format import make_network, train
 
 SCALES = (1.0, 1e-3, 1e3, 1e8, 1e-20, 0.0)
@@ -23,7 +23,7 @@ def pair(start: list[torch.Tensor], weight_decay: float, beta2: float = 0.999) -
         parts = [[torch.nn.Parameter(value.clone()) for value in start[first::2]] for first in (0, 1)]
         return [{"params": parts[0], "weight_decay": weight_decay}, {"params": parts[1], "weight_decay": 0.0}]
 
-    ours = radam.optimizer_class()(groups(), betas=(0.9, beta2), fused=True)
+    ours = optimizers.optimizer_class()(groups(), betas=(0.9, beta2), fused=True)
     return ours, torch.optim.RAdam(groups(), betas=(0.9, beta2), decoupled_weight_decay=True)
 
 

@@ -86,7 +86,7 @@ def trained(
 ) -> tuple[step.StepResult, Gradients]:
     """What `run_step` reports, and the gradients it leaves; the weights stay."""
     optimizer = torch.optim.SGD(network.parameters(), lr=0.0)
-    done = step.run_step(DDPStrategy(network), optimizer, LOSS, passes, pad_id=0, max_grad_norm=clip_norm)
+    done = step.StepRunner(DDPStrategy(network), optimizer, LOSS, pad_id=0, max_grad_norm=clip_norm).run_step(passes)
     return done, gradients(network)
 
 
@@ -169,7 +169,7 @@ def test_a_gradient_that_is_no_number_stops_before_the_weights_change(network: t
     broken = Broken(TASK, DistillConfig(), Head())
     optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
     with pytest.raises(step.NonFinite):
-        step.run_step(DDPStrategy(network), optimizer, broken, [make_rows(3)], pad_id=0)
+        step.StepRunner(DDPStrategy(network), optimizer, broken, pad_id=0).run_step([make_rows(3)])
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
 
 
@@ -180,9 +180,11 @@ def test_rows_that_are_not_the_update_s_stop_before_the_weights_change(network: 
     expected = step.sum_row_ids(rows.row_ids)
     for wrong in ([pick(rows, [0, 1, 2]), pick(rows, [4, 5, 6])], [*cut(rows, [4, 3]), pick(rows, [1])]):
         with pytest.raises(step.WrongRows):
-            step.run_step(DDPStrategy(network), optimizer, LOSS, wrong, pad_id=0, expected_row_sum=expected)
+            step.StepRunner(DDPStrategy(network), optimizer, LOSS, pad_id=0).run_step(wrong, expected_row_sum=expected)
     assert all(torch.equal(tensor, before[name]) for name, tensor in network.state_dict().items())
-    step.run_step(DDPStrategy(network), optimizer, LOSS, cut(rows, [4, 3]), pad_id=0, expected_row_sum=expected)
+    step.StepRunner(DDPStrategy(network), optimizer, LOSS, pad_id=0).run_step(
+        cut(rows, [4, 3]), expected_row_sum=expected
+    )
 
 
 def test_row_sums_wrap_whatever_the_passes(network: torch.nn.Module) -> None:
@@ -190,8 +192,8 @@ def test_row_sums_wrap_whatever_the_passes(network: torch.nn.Module) -> None:
     assert step.sum_row_ids(ids) == -(2**63) + 4
     rows, optimizer = replace(make_rows(3), row_ids=ids), torch.optim.SGD(network.parameters(), lr=0.0)
     for parts in ([3], [2, 1], [1, 1, 1]):
-        step.run_step(
-            DDPStrategy(network), optimizer, LOSS, cut(rows, parts), pad_id=0, expected_row_sum=step.sum_row_ids(ids)
+        step.StepRunner(DDPStrategy(network), optimizer, LOSS, pad_id=0).run_step(
+            cut(rows, parts), expected_row_sum=step.sum_row_ids(ids)
         )
 
 

@@ -20,11 +20,11 @@ from rtrain.data.order import RowOrder, chain_digest, hash_step_rows
 from rtrain.data.store.store import Store
 from rtrain.data.stream import StreamSpec, WorkerBatch, plan_worker_batch
 from rtrain.models import builder, precision as formats
-from rtrain.parallel import factory
+from rtrain.parallel import layout
 from rtrain.parallel.ddp import DDPStrategy
 from rtrain.parallel.watchdog import Watchdog
 from rtrain.tasks import base
-from rtrain.trainer import evaluate, losses, rung_predictions, step, trainer
+from rtrain.trainer import evaluate, losses, step, trainer
 from tests.conftest import labelled_rows, write_rows
 from tests.support.tiny import make_encoder, make_store
 
@@ -106,6 +106,9 @@ def start(
     precision: str = "fp32",
     watch: Watchdog | None = None,
     on_update: Callable[[int], None] = lambda number: None,
+    plan: Callable[[Store, StreamSpec, int], WorkerBatch] = plan_worker_batch,
+    now: Callable[[], int] = time.perf_counter_ns,
+    profile: Path | None = None,
     **train: Any,
 ) -> Ran:
     """One start of the run at `run`; `kill` ends it when update number `kill` is asked for, which `on_update` hears
@@ -130,9 +133,11 @@ def start(
         end_step=order.num_steps if until is None else until,
         is_rung=rung,
         remote_copy=replica,
+        profile_path=profile,
     )
     recorder, clock, folders = Recorder(noticed=noticed), trainer.Clock(), []
-    exchange = factory.build_strategy(network, recipe.train, watch, recorder.event)
+    exchange = layout.build_strategy(network, recipe.train, watch, recorder.event)
+    exchange.timeline.now = now
     within = recipe.train.workers_per_replica
     assert (exchange.num_replicas, exchange.replica_rank) == (world // within, rank // within)
     share = StreamSpec(store.folder, order, exchange.num_replicas, exchange.replica_rank, recipe.train.micro_batch_size)
@@ -143,7 +148,7 @@ def start(
             on_update(number)
             if number == kill:
                 raise Killed
-            yield plan_worker_batch(store, share, number)
+            yield plan(store, share, number)
 
     outcome = None
     try:
@@ -212,10 +217,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch, *accuracies: float) -> None:
     """Evaluations on the validation rows give these accuracies, one after another; on the test rows, 0.25."""
     left = iter(accuracies)
 
-    def evaluate(exchange: DDPStrategy, task: base.Task, store: Store, split: str, **_: Any) -> dict[str, float]:
+    def score_rows(exchange: DDPStrategy, task: base.Task, store: Store, split: str, *_: Any) -> dict[str, float]:
         return {"accuracy": 0.25 if split == "test" else next(left), "macro_f1": 0.0, "rows": store.num_rows(split)}
 
-    monkeypatch.setattr(trainer, "evaluate", evaluate)
+    monkeypatch.setattr(evaluate, "score_rows", score_rows)
 
 
 # ------------------------------------------------------------------------------------------------------------- cadence
@@ -250,7 +255,7 @@ def test_a_rung_is_no_evaluation_and_leaves_the_answers(
     paused = start(ground, tmp_path, until=1, rung=True)
     assert paused.outcome is not None
     assert (paused.outcome.is_finished, paused.recorder.scores) == (False, [])
-    stored = rung_predictions.read_rung(Run(tmp_path), 1)
+    stored = evaluate.read_rung(Run(tmp_path), 1)
     assert stored is not None
     assert len(stored) == Store(next((ground / ".tokens").iterdir())).num_rows("valid")
     ended = start(ground, tmp_path, rung=True)
@@ -305,13 +310,6 @@ def test_float64_goes_into_the_checkpoints_and_out_of_them(ground: Path, tmp_pat
     assert straight.recorder.of("started")[0]["precision"] == "fp64"
     assert {value.dtype for value in resumed.network.parameters()} == {torch.float64}
     assert fingerprint(runs[0], UPDATES) == fingerprint(runs[1], UPDATES)
-    single = start(ground, tmp_path / "single", save_every=1)
-    assert single.outcome is not None
-    off = max(
-        float((item - other).detach().abs().max())
-        for item, other in zip(straight.network.parameters(), single.network.parameters(), strict=True)
-    )
-    assert 0 < off < 0.05  # Adam magnifies what float32 rounds away; the learning rate is 5e-3
 
 
 def test_a_start_that_ends_early_tells_at_once_that_its_checkpoint_is_on_the_disk(
@@ -365,19 +363,13 @@ def test_the_ledger_is_the_chain_over_the_rows_of_all_updates(ground: Path, stra
     assert ran.outcome.ledger == ran.recorder.of("trained")[0]["order_digest"] == ledger.hex()
 
 
-def test_other_rows_under_an_update_s_number_stop_the_run(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    complete = plan_worker_batch
-
+def test_other_rows_under_an_update_s_number_stop_the_run(ground: Path, tmp_path: Path) -> None:
     def mixed_up(store: Store, share: StreamSpec, number: int) -> WorkerBatch:
-        return replace(
-            complete(store, share, number), micro_batches=complete(store, share, max(number, 1)).micro_batches
-        )
+        other = plan_worker_batch(store, share, max(number, 1))
+        return replace(plan_worker_batch(store, share, number), micro_batches=other.micro_batches)
 
-    monkeypatch.setattr("tests.unit.trainer.test_trainer.plan_worker_batch", mixed_up)
     with pytest.raises(step.WrongRows, match=r"^step 0 \("):
-        start(ground, tmp_path)
+        start(ground, tmp_path, plan=mixed_up)
 
 
 @pytest.mark.parametrize("kill", [None, 5])

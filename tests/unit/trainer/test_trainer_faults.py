@@ -11,7 +11,7 @@ from rtrain.checkpoint import format as checkpoint_format
 from rtrain.checkpoint.saver import CheckpointSaver, CheckpointWriteError
 from rtrain.data.store.store import Store
 from rtrain.parallel.ddp import DDPStrategy
-from rtrain.trainer import trainer
+from rtrain.trainer import evaluate
 from tests.unit.checkpoint.test_saver import full
 from tests.unit.trainer import test_trainer
 from tests.unit.trainer.test_step_workers import WORLDS, on_workers
@@ -68,10 +68,10 @@ def test_a_damaged_best_checkpoint_is_never_loaded_and_the_best_sought_anew(
 
 
 def damaging(run: Path, *accuracies: float, after: int) -> Any:
-    """An `evaluate` that gives these accuracies, and damages the checkpoint after update 2 when `after` are given."""
+    """A `score_rows` that gives these accuracies, and damages the checkpoint after update 2 when `after` are given."""
     given: list[float] = []
 
-    def evaluate(exchange: DDPStrategy, task: Any, store: Store, split: str, **_: Any) -> dict[str, float]:
+    def score_rows(exchange: DDPStrategy, task: Any, store: Store, split: str, *_: Any) -> dict[str, float]:
         if split == "test":
             return {"accuracy": 0.25}
         given.append(accuracies[len(given)])
@@ -82,7 +82,7 @@ def damaging(run: Path, *accuracies: float, after: int) -> Any:
             flip(weights)
         return {"accuracy": given[-1]}
 
-    return evaluate
+    return score_rows
 
 
 def flip(path: Path) -> None:
@@ -94,7 +94,7 @@ def flip(path: Path) -> None:
 def test_a_best_checkpoint_that_is_damaged_in_mid_run_is_never_loaded(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trainer, "evaluate", damaging(tmp_path, 0.9, 0.1, 0.2, 0.3, after=3))
+    monkeypatch.setattr(evaluate, "score_rows", damaging(tmp_path, 0.9, 0.1, 0.2, 0.3, after=3))
     ran = start(ground, tmp_path, evaluate_every=2)
     assert ran.outcome is not None
     assert ran.recorder.of("best_lost") == [{"step": 2}]
@@ -134,7 +134,7 @@ def test_a_failed_save_ends_the_run_with_its_own_error(
 def faults_on_workers(ground: Path, world: int, rank: int) -> dict[str, Any]:
     """For worker processes: a run that loses its best checkpoint, one whose save fails, one that is refused."""
     run = ground / f"{world}-lost"
-    with mock.patch.object(trainer, "evaluate", damaging(run, 0.9, 0.1, 0.2, 0.3, after=3)):
+    with mock.patch.object(evaluate, "score_rows", damaging(run, 0.9, 0.1, 0.2, 0.3, after=3)):
         lost = start(ground, run, evaluate_every=2, world=world, rank=rank)
     assert lost.outcome is not None
     errors = []

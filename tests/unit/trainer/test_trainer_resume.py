@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from rtrain.checkpoint import format as checkpoint_format
+from rtrain.checkpoint.format import WrongRunError, checkpoint_path, list_steps, load_checkpoint
 from rtrain.data.store.store import Store
 from rtrain.models import builder
 from tests.unit.trainer import test_trainer
@@ -47,11 +47,11 @@ def weights_of(ground: Path, run: Path, update: int) -> str:
     """Digest of the weights of a checkpoint."""
     store = Store(next((ground / ".tokens").iterdir()))
     network: torch.nn.Module = builder.build_network(ground / "encoder", TASK, store.manifest.labels, seed=99)
-    checkpoint_format.load_checkpoint(checkpoint_format.checkpoint_path(run / "checkpoints", update), network)
+    load_checkpoint(checkpoint_path(run / "checkpoints", update), network)
     return weights_digest(network)
 
 
-@pytest.mark.parametrize("kill", range(UPDATES))
+@pytest.mark.parametrize("kill", [0, 3, 5, *(pytest.param(kill, marks=pytest.mark.slow) for kill in (1, 2, 4))])
 def test_a_killed_run_resumes_to_the_undisturbed_run_bit_for_bit(
     ground: Path, straight: tuple[Ran, Path], tmp_path: Path, kill: int
 ) -> None:
@@ -76,21 +76,23 @@ RULES: dict[str, Any] = {
 }
 
 
-def test_a_killed_run_by_other_rules_resumes_to_the_undisturbed_run_bit_for_bit(
-    ground: Path, straight: tuple[Ran, Path], tmp_path: Path
-) -> None:
+def test_a_killed_run_by_other_rules_resumes_to_the_undisturbed_run_bit_for_bit(ground: Path, tmp_path: Path) -> None:
     undisturbed = start(ground, tmp_path / "straight", save_every=1, rules=RULES)
     assert undisturbed.recorder.of("started")[0]["lr"] == 2.5e-3
-    for kill in (2, 5):  # the sixth update is the first one that RAdam adapts
-        assert start(ground, tmp_path / f"{kill}", save_every=1, kill=kill, rules=RULES).outcome is None
-        resumed = start(ground, tmp_path / f"{kill}", save_every=1, rules=RULES)
-        assert resumed.recorder.of("started")[0]["step"] == kill
-        assert fingerprint(tmp_path / f"{kill}", UPDATES) == fingerprint(tmp_path / "straight", UPDATES)
-    ends = {weights_digest(undisturbed.network), weights_digest(straight[0].network)}
-    for name in RULES.keys() - {"lr_reference_batch_size"}:  # each one alone changes the weights
+    # The sixth update is the first one that RAdam adapts.
+    assert start(ground, tmp_path / "killed", save_every=1, kill=5, rules=RULES).outcome is None
+    resumed = start(ground, tmp_path / "killed", save_every=1, rules=RULES)
+    assert resumed.recorder.of("started")[0]["step"] == 5
+    assert fingerprint(tmp_path / "killed", UPDATES) == fingerprint(tmp_path / "straight", UPDATES)
+
+
+def test_each_rule_alone_changes_the_weights(ground: Path, tmp_path: Path) -> None:
+    """After three updates, of which the third one is the first that a schedule changes."""
+    ends = {weights_digest(start(ground, tmp_path / "none", until=3).network)}
+    for name in RULES.keys() - {"lr_reference_batch_size"}:
         rule = {name: RULES[name], **({"lr_reference_batch_size": 76} if name.endswith("_scaling") else {})}
-        ends.add(weights_digest(start(ground, tmp_path / name, rules=rule).network))
-    assert len(ends) == 7
+        ends.add(weights_digest(start(ground, tmp_path / name, rules=rule, until=3).network))
+    assert len(ends) == 6
 
 
 def test_updates_after_the_last_checkpoint_are_trained_again(
@@ -107,15 +109,6 @@ def test_updates_after_the_last_checkpoint_are_trained_again(
 
 def undisturbed_rows(ground: Path) -> int:
     return Store(next((ground / ".tokens").iterdir())).num_rows("train")
-
-
-def test_another_run_s_checkpoints_are_not_taken_up(ground: Path, tmp_path: Path) -> None:
-    start(ground, tmp_path / "other", save_every=1, kill=2, global_batch_size=20)
-    other = start(ground, tmp_path / "other", kill=2, global_batch_size=20)
-    assert other.recorder.of("started")[0]["step"] == 2
-    with pytest.raises(checkpoint_format.WrongRunError):
-        start(ground, tmp_path / "other")
-    assert names(tmp_path / "other") == [update_name(1), update_name(2)]
 
 
 def test_a_run_without_any_sound_checkpoint_starts_anew(
@@ -161,12 +154,16 @@ def test_a_pause_reads_no_best_weights_and_continues_from_the_newest(
     assert resumed.outcome.best_step == 2
 
 
-@pytest.mark.parametrize("changed", [{"rules": {"lr": 0.02}}, {"evaluate_every": 2}], ids=["lr", "evaluate_every"])
+@pytest.mark.parametrize(
+    "changed",
+    [{"rules": {"lr": 0.02}}, {"evaluate_every": 2}, {"global_batch_size": 20}],
+    ids=["lr", "evaluate_every", "global_batch_size"],
+)
 def test_a_checkpoint_of_other_settings_is_refused(ground: Path, tmp_path: Path, changed: dict[str, Any]) -> None:
     start(ground, tmp_path, save_every=1, kill=3)
-    with pytest.raises(checkpoint_format.WrongRunError):
+    with pytest.raises(WrongRunError):
         start(ground, tmp_path, save_every=1, **changed)
-    assert checkpoint_format.list_steps(tmp_path / "checkpoints")[-1] == 3
+    assert list_steps(tmp_path / "checkpoints")[-1] == 3
 
 
 # -------------------------------------------------------------------------------------------------------- more workers

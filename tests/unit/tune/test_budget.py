@@ -14,9 +14,9 @@ from rtrain import config
 from rtrain.config import Config
 from rtrain.core.errors import TemporaryFailureError
 from rtrain.core.run_folder import Run
-from rtrain.runs import controller, failures
+from rtrain.runs import controller
 from tests.support.searches import make_search, settings
-from tune import sampler, search
+from tune import search
 from tune.history import Journal
 from tune.report import optuna_export
 from tune.trainable import SearchTask
@@ -25,9 +25,14 @@ from tune.trial_pool import SlotPool
 MINUTES = {"max_minutes": 30.0, "max_cost": None, "worker_cost_per_hour": None}
 
 
-def started(result: Run, selection: Config, on_event: controller.OnEvent | None = None) -> search.SearchAttempt:
+def started(
+    result: Run,
+    selection: Config,
+    on_event: controller.OnEvent | None = None,
+    attempt: type[search.SearchAttempt] = search.SearchAttempt,
+) -> search.SearchAttempt:
     task = SearchTask(config.to_document(selection), frozenset(), result.folder, result.folder.parent)
-    return search.SearchAttempt(selection, task, 1, on_event)
+    return attempt(selection, task, 1, on_event)
 
 
 @pytest.mark.parametrize(
@@ -91,29 +96,30 @@ def test_an_error_of_a_full_disk_is_the_search_s_though_nothing_more_can_be_writ
     def full(*arguments: Any, **named_settings: Any) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def decide() -> None:
-        raise TemporaryFailureError("trial 1 was interrupted", code="machine_failed")
+    class Interrupted(search.SearchAttempt):
+        def execute(self) -> None:
+            raise TemporaryFailureError("trial 1 was interrupted", code="machine_failed")
 
-    item = started(make_search(tmp_path, [0.5, 0.6], ended=False), settings(tmp_path, 9))
-    monkeypatch.setattr(item, "execute", decide)
-    monkeypatch.setattr(sampler, "is_installed", lambda: True)
-    for module, name in ((Journal, "append"), (optuna_export, "export_study"), (failures, "write_traceback")):
+    item = started(make_search(tmp_path, [0.5, 0.6], ended=False), settings(tmp_path, 9), attempt=Interrupted)
+    for module, name in ((Journal, "append"), (optuna_export, "export_study"), (controller, "write_traceback")):
         monkeypatch.setattr(module, name, full)
     with pytest.raises(TemporaryFailureError) as raised:
         item.run()
     assert raised.value.code == "machine_failed"
 
 
-def test_an_end_that_has_begun_is_gone_on_with_whatever_time_there_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_end_that_has_begun_is_gone_on_with_whatever_time_there_is(tmp_path: Path) -> None:
     """Three trials went from the first rung to their ends: a larger field would order them to the second one."""
     no_slots: Any = None
     result, worked = make_search(tmp_path, [0.5, 0.6, 0.7], ended=False), list[str]()
+
+    class WithoutSlots(search.SearchAttempt):
+        def assign_until_done(self, slot_pool: SlotPool, next_assignments: search.NextAssignments) -> None:
+            worked.append(next_assignments.__name__)
+
     Journal(result.trials).append("stopped", reason="30 minutes are over", budget=MINUTES)
     for minutes in (30, 600):
-        item = started(result, settings(tmp_path, 9, **{"tune.max_minutes": minutes}))
-        monkeypatch.setattr(item, "assign_until_done", lambda slots, due: worked.append(due.__name__))
+        item = started(result, settings(tmp_path, 9, **{"tune.max_minutes": minutes}), attempt=WithoutSlots)
         item.reopen_if_affordable()
         item.run_phases(no_slots)
         assert item.history.stop_reason == "30 minutes are over"

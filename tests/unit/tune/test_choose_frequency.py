@@ -35,45 +35,42 @@ def test_a_pilot_is_long_enough_to_measure_and_short_beside_a_run(rows: int, k: 
     assert choose_frequency.calibration_steps(RowOrder("digest", rows, 32, 1, 0), k) == expected
 
 
-def test_the_learning_rate_is_carried_as_a_search_carries_it() -> None:
-    arguments = {"train.workers": 2, "train.micro_batch_size": 8, "train.aggregation_frequency": 4}
-    linear = configuration.load_config("intent", {**arguments, "tune.lr_scaling": "linear"})
-    assert choose_frequency.frequency_overrides(linear, 4) == {
-        "train.aggregation_frequency": 4,
-        "train.global_batch_size": None,
-    }
-    payload = {"optim.lr_scaling": "linear", "optim.lr_reference_batch_size": 64}
-    assert choose_frequency.frequency_overrides(linear, 1) == {
-        "train.aggregation_frequency": 1,
-        "train.global_batch_size": None,
-        **payload,
-    }
-    root = choose_frequency.frequency_overrides(configuration.load_config("intent", arguments), 1)
-    assert (root["optim.lr_scaling"], root["optim.beta2_scaling"]) == ("sqrt", "rows")
+@pytest.mark.parametrize(
+    ("scaling", "k", "expected"),
+    [
+        ("linear", 4, {}),
+        ("linear", 1, {"optim.lr_scaling": "linear", "optim.lr_reference_batch_size": 64}),
+        (
+            *("sqrt", 1),
+            {"optim.lr_scaling": "sqrt", "optim.lr_reference_batch_size": 64, "optim.beta2_scaling": "rows"},
+        ),
+    ],
+)
+def test_the_learning_rate_is_carried_as_a_search_carries_it(scaling: str, k: int, expected: dict[str, Any]) -> None:
+    training = {"train.workers": 2, "train.micro_batch_size": 8, "train.aggregation_frequency": 4}
+    config = configuration.load_config("intent", {**training, "tune.lr_scaling": scaling})
+    frequency = {"train.aggregation_frequency": k, "train.global_batch_size": None}
+    assert choose_frequency.frequency_overrides(config, k) == {**frequency, **expected}
 
 
 def test_a_pilot_leaves_no_copies_under_the_name_that_every_pilot_has() -> None:
     """The next one would be refused: the storage holds a run of that name already."""
-    result = choose_frequency.calibration_config(
-        configuration.load_config("intent", {"cluster.storage": "file:///copies"}), 4
-    )
+    config = configuration.load_config("intent", {"cluster.storage": "file:///copies"})
+    result = choose_frequency.calibration_config(config, 4)
     assert (result.deploy.cluster.storage, result.recipe.train.aggregation_frequency) == (None, 4)
 
 
 def test_a_pilot_and_updates_beside_it_decide(tmp_path: Path) -> None:
-    config = configuration.load_config(
-        "intent", {"model.name": str(make_encoder(tmp_path / "encoder")), "train.workers": 2}
-    )
+    encoder = {"model.name": str(make_encoder(tmp_path / "encoder")), "train.workers": 2}
+    config, runs = configuration.load_config("intent", encoder), list[Run]()
     clock = [event | {"seconds": {"train": 2.5}, "steps": 5} if event["kind"] == "trained" else event for event in LOG]
-    runs = list[Run]()
     for k, log in ((4, LOG), (1, clock)):
         runs.append(run := Run(tmp_path / f"run-{k}"))
         run.folder.mkdir()
         run.config.write_text(configuration.to_yaml(choose_frequency.calibration_config(config, k)))
         for event in log:
-            events.append_event(
-                run.folder, event["kind"], **{key: value for key, value in event.items() if key != "kind"}
-            )
+            fields = {key: value for key, value in event.items() if key != "kind"}
+            events.append_event(run.folder, event["kind"], **fields)
     result = choose_frequency.make_decision(config, *runs)
     assert [item["aggregation_frequency"] for item in result["options"]] == [1, 2, 4, 8]
     [best] = [item for item in result["options"] if item["aggregation_frequency"] == result["aggregation_frequency"]]
@@ -90,7 +87,7 @@ DOCUMENT: dict[str, Any] = {
         {
             **{"aggregation_frequency": 2, "global_batch_size": 32, "step_s": 0.25, "lr": 2e-4},
             **{"relative_time": 1.0, "relative_time_low": 1.0, "relative_time_high": None},
-        },
+        }
     ],
     "aggregation_frequency": 2,
     "settings": {"train.aggregation_frequency": 2, "train.global_batch_size": None},

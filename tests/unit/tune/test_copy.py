@@ -14,9 +14,9 @@ from rtrain.core.errors import TemporaryFailureError, UserError
 from rtrain.core.ragged import RaggedArray
 from rtrain.core.run_folder import Run
 from rtrain.runs import run_folders
-from rtrain.trainer import rung_predictions
+from rtrain.trainer import evaluate
 from tests.support.searches import make_search, settings
-from tune import holdout_scores, student_costs, trainable
+from tune import holdout_scores, students, trainable
 from tune.history import Journal, read_journal
 from tune.search_log import SearchLog
 
@@ -31,9 +31,7 @@ def duplicate(folder: Path, ended: bool = True) -> Run:
     """A search with a copy, and copies of all its trials but the last."""
     storage: dict[str, Any] = {"cluster.storage": (folder / "mounted").as_uri()}
     instance = make_search(folder, SCORES, ended=ended, **storage)
-    (instance.folder / student_costs.FILE_NAME).write_text(
-        "{}"
-    )  # of a search over students: measured once, on one machine
+    (instance.folder / students.FILE_NAME).write_text("{}")  # of a search over students: measured once, on one machine
     for number in range(len(SCORES) - 1):
         run = instance.trial(number)
         run.append_event("storage_claimed", token="its")
@@ -129,11 +127,11 @@ def test_a_new_search_under_the_name_of_one_in_the_storage_is_refused(reuse: run
 def test_a_rung_s_answers_come_back_with_a_trial(tmp_path: Path) -> None:
     instance = duplicate(tmp_path, ended=False)
     remaining = RaggedArray.from_matrix(np.arange(12, dtype=np.float32).reshape(6, 2))
-    rung_predictions.write_rung(instance.trial(0), 10, remaining)
+    evaluate.write_rung(instance.trial(0), 10, remaining)
     RemoteCopy((tmp_path / "mounted" / "search").as_uri(), "trial-000", ("its",)).push(instance.trial(0).folder, [])
     shutil.rmtree(instance.folder)
     with trainable.open_search(stored_config(tmp_path), instance.folder, "resume", None) as (_, task):
-        restored = rung_predictions.read_rung(Run(task.search).trial(0), 10)
+        restored = evaluate.read_rung(Run(task.search).trial(0), 10)
     assert restored is not None
     assert (restored.values.tolist(), restored.counts.tolist()) == (
         remaining.values.tolist(),

@@ -8,7 +8,7 @@ import pytest
 from scipy.stats import t, ttest_rel
 
 from rtrain.metrics import classification
-from rtrain.metrics.sums import SumMetric, make_mean_metric
+from rtrain.metrics.bootstrap import SumMetric, make_mean_metric
 from tune.difference_ci import DifferenceCI, HoldoutScores, ScoreTable, align_rows, difference_ci, pseudo_values
 
 Draw = np.random.Generator
@@ -50,8 +50,6 @@ def answered(draw: Draw, share: float, *, rows: int = 300, seeds: int = 2, trial
     return {trial: [shares(item) for item in right[trial]] for trial in range(trials)}
 
 
-# ------------------------------------------------------------------------------------------------------- by simulation
-
 MANY = 300
 
 
@@ -69,22 +67,20 @@ def test_trials_of_equal_worth_are_rarely_told_apart(
     draw = np.random.default_rng([seeds, trials])
     result = [difference_ci(instance(draw, 0.0, noise, seeds=seeds, trials=trials), 0, 1) for _ in range(MANY)]
     maximum = at_most(0.07 if seeds == trials == 2 else 0.05)
-    assert sum(item.ci_low > 0 for item in result) <= maximum
-    assert sum(item.ci_high < 0 for item in result) <= maximum
+    assert max(sum(item.ci_low > 0 for item in result), sum(item.ci_high < 0 for item in result)) <= maximum
 
 
+@pytest.mark.parametrize("nested", [False, True], ids=["answers", "other rows"])
 @pytest.mark.parametrize("seeds", [2, 3])
-def test_nor_are_they_by_answers_that_are_right_or_wrong(seeds: int) -> None:
-    draw = np.random.default_rng(seeds)
-    result = [difference_ci(answered(draw, 1.0, seeds=seeds), 0, 1) for _ in range(MANY)]
-    assert sum(item.ci_low > 0 for item in result) <= at_most(0.05)
-
-
-@pytest.mark.parametrize("seeds", [2, 3])
-def test_nor_are_they_with_rows_of_their_own_for_each_seed(seeds: int) -> None:
-    draw = np.random.default_rng(seeds)
-    tables = [instance(draw, 0.0, (0.3, 0.02, 0.3), rows=80, seeds=seeds, trials=3, nested=True) for _ in range(MANY)]
-    assert sum(difference_ci(table, 0, 1, is_nested=True).ci_low > 0 for table in tables) <= at_most(0.05)
+def test_nor_are_they_by_answers_that_are_right_or_wrong_or_with_rows_of_their_own(seeds: int, nested: bool) -> None:
+    draw, noise = np.random.default_rng(seeds), (0.3, 0.02, 0.3)
+    tables = [
+        instance(draw, 0.0, noise, rows=80, seeds=seeds, trials=3, nested=True)
+        if nested
+        else answered(draw, 1.0, seeds=seeds)
+        for _ in range(MANY)
+    ]
+    assert sum(difference_ci(table, 0, 1, is_nested=nested).ci_low > 0 for table in tables) <= at_most(0.05)
 
 
 @pytest.mark.parametrize(("trials", "seeds", "result"), [(2, 2, 0.7), (3, 2, 0.9), (2, 3, 0.95), (3, 3, 0.99)])
@@ -104,15 +100,9 @@ def test_the_interval_holds_the_difference_as_often_as_it_says() -> None:
     assert abs(inside / MANY - 0.8) < 0.08
 
 
-# ------------------------------------------------------------------------------------------------------------- by hand
-
-
 def test_a_difference_by_hand() -> None:
     """Rows of the difference: seed 0 (1, 0, 1, 0), seed 1 (0, 0, 1, 0). Scores: 1/4 and 1/2, and 3/4 and 3/4."""
-    table = {
-        0: [shares([0, 1, 0, 0]), shares([1, 1, 0, 0])],
-        1: [shares([1, 1, 1, 0]), shares([1, 1, 1, 0])],
-    }
+    table = {0: [shares([0, 1, 0, 0]), shares([1, 1, 0, 0])], 1: [shares([1, 1, 1, 0]), shares([1, 1, 1, 0])]}
     result = difference_ci(table, 0, 1)
     assert (result.score_name, result.baseline_score, result.candidate_score, result.difference) == (
         "accuracy",
@@ -150,12 +140,14 @@ def test_of_other_rows_for_each_seed_the_interval_is_students_over_the_seeds() -
     assert (result.rows, result.seeds) == (90, 3)
 
 
-def test_turned_around_the_difference_is_negative() -> None:
-    table = instance(np.random.default_rng(0), 0.1, (0.3, 0.01, 0.1), seeds=3)
-    target_, restored = difference_ci(table, 0, 1), difference_ci(table, 1, 0)
-    assert (restored.difference, restored.ci_low, restored.ci_high) == pytest.approx(
-        (-target_.difference, -target_.ci_high, -target_.ci_low)
+def test_turned_around_the_difference_is_negative_and_a_smaller_alpha_is_a_wider_interval() -> None:
+    table = instance(np.random.default_rng(1), 0.02, (0.3, 0.005, 0.1), seeds=4, trials=3)
+    wide, narrow, turned = (
+        difference_ci(table, *pair, alpha=alpha) for pair, alpha in (((0, 1), 0.01), ((0, 1), 0.1), ((1, 0), 0.1))
     )
+    assert wide.ci_low < narrow.ci_low < narrow.ci_high < wide.ci_high
+    figures = (-narrow.difference, -narrow.ci_high, -narrow.ci_low)
+    assert (turned.difference, turned.ci_low, turned.ci_high) == pytest.approx(figures)
 
 
 @pytest.mark.parametrize("seeds", [1, 2])
@@ -167,17 +159,9 @@ def test_equal_answers_differ_by_nothing(seeds: int, nested: bool) -> None:
     assert result == DifferenceCI("accuracy", 0.5, 0.5, 0.0, 0.0, 0.0, rows, seeds)
 
 
-def test_a_smaller_alpha_is_a_wider_interval() -> None:
-    table = instance(np.random.default_rng(1), 0.02, (0.3, 0.005, 0.1), seeds=4, trials=3)
-    wide, narrow = difference_ci(table, 0, 1, alpha=0.01), difference_ci(table, 0, 1, alpha=0.1)
-    assert wide.ci_low < narrow.ci_low < narrow.ci_high < wide.ci_high
-
-
-# ---------------------------------------------------------------------------------------------------------------- rows
-
-
-def test_the_pseudo_values_of_a_mean_are_the_rows_values() -> None:
-    values = np.random.default_rng(0).normal(0, 1, 30)
+@pytest.mark.parametrize("rows", [0, 1, 30])
+def test_the_pseudo_values_of_a_mean_are_the_rows_values(rows: int) -> None:
+    values = np.random.default_rng(0).normal(0, 1, rows)
     assert pseudo_values(shares(values)) == pytest.approx(values)
 
 
@@ -202,11 +186,6 @@ def test_the_pseudo_values_of_macro_f1_are_the_jackknifes() -> None:
     assert not isinstance(worth.rows, np.ndarray)  # sparse sums are left out row by row too
 
 
-@pytest.mark.parametrize("rows", [0, 1])
-def test_rows_that_cannot_be_left_out_add_the_score(rows: int) -> None:
-    assert pseudo_values(shares([0.25] * rows)).tolist() == [0.25] * rows
-
-
 def test_trials_are_compared_on_the_rows_that_all_have() -> None:
     a, b = shares([1.0, 0.0, 1.0, 0.0], [7, 8, 9, 5]), shares([0.0, 1.0, 0.5], [9, 7, 6])
     table = align_rows({0: [a, a], 1: [a, b]}, is_nested=False)
@@ -217,10 +196,7 @@ def test_trials_are_compared_on_the_rows_that_all_have() -> None:
 def test_with_rows_of_its_own_a_seed_is_aligned_by_itself() -> None:
     first, second = shares([1.0, 0.0], [1, 2]), shares([0.0, 1.0, 1.0], [3, 4, 5])
     table = align_rows({0: [first, second], 1: [first, shares([0.5, 0.0], [5, 3])]}, is_nested=True)
-    assert [[item.row_ids.tolist() for item in match] for match in table.values()] == [
-        [[1, 2], [3, 5]],
-        [[1, 2], [3, 5]],
-    ]
+    assert [[item.row_ids.tolist() for item in match] for match in table.values()] == [[[1, 2], [3, 5]]] * 2
     assert table[1][1].row_metric.rows[:, 0].tolist() == [0.0, 0.5]
 
 

@@ -4,15 +4,13 @@ import re
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
-from rtrain.cli import search as verb
+from rtrain.cli import train as verb
 from rtrain.cluster import connection
-from rtrain.report import summary
-from rtrain.report.live import progress
-from rtrain.report.live.phase_timer import PhaseTimer
+from rtrain.report import PhaseTimer, progress, summary
 from tests.support.searches import make_search, settings
 from tune import search
 from tune.history import Journal
@@ -31,16 +29,8 @@ def test_every_file_that_the_end_of_a_search_names_is_there(
     monkeypatch.setattr(connection, "session", lambda *arguments: nullcontext())
     monkeypatch.setattr(progress, "format_summary", lambda item, winner: "")
     monkeypatch.setattr(summary, "summarize", lambda winner: {})
-    arguments: Any = (
-        context,
-        settings(tmp_path, 3),
-        instance.folder,
-        "resume",
-        False,
-        ("train", "intent"),
-        lambda winner: "",
-    )
-    verb.run_search(*arguments)
+    command = verb.SearchCommand(("train", "intent"), lambda winner: "")
+    verb.run_search(cast(Any, context), settings(tmp_path, 3), instance.folder, "resume", False, command)
     named_settings = re.findall(rf"{tmp_path}[^\s;,]*", capsys.readouterr().out)
     assert {Path(name).name for name in named_settings} == {"best.yaml", "search.html"}
     assert all(Path(name).is_file() for name in named_settings)

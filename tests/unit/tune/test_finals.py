@@ -1,8 +1,9 @@
 """The finals of a search, simulated: the next runs, the stop, and the verdict."""
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -13,12 +14,20 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from rtrain.core.errors import UserError
-from rtrain.metrics.sums import make_mean_metric
+from rtrain.metrics.bootstrap import make_mean_metric
 from tests.support.histories import FULL, Event, created, finished, rung_result
 from tune.difference_ci import HoldoutScores
-from tune.finals import FinalRun, SearchVerdict, next_runs, run_overrides
+from tune.finals import (
+    FinalRun,
+    FinalsSettings,
+    HoldoutScoresByRun,
+    SearchVerdict,
+    choose_finalists,
+    next_runs,
+    run_overrides,
+)
 from tune.history import replay_journal
-from tune.objective import Objective
+from tune.successive_halving import Objective
 
 SCORE = Objective()
 RUNG = 0.8
@@ -88,6 +97,14 @@ def carry_out(
         events.append(finished(number, came.score, seconds_to_target=to_target, seconds=100.0 - 10 * run.trial))
 
 
+def ask(
+    events: Sequence[Event], scores: HoldoutScoresByRun, budget: float = 4, allow_new_round: bool = True, **options: Any
+) -> list[FinalRun] | SearchVerdict:
+    """The runs or the verdict after these events. `budget`: in full runs."""
+    limits = FinalsSettings(FULL, round(budget * FULL), **options)
+    return next_runs(replay_journal(events), scores, limits, allow_new_round)
+
+
 def play(
     events: Sequence[Event],
     come_to: World,
@@ -95,10 +112,10 @@ def play(
     targets: Callable[[FinalRun], float | None] = lambda run: None,
     **options: Any,
 ) -> Played:
-    """All that the end asks for, run after run, until its verdict. `budget`: in full runs."""
+    """All that the end asks for, run after run, until its verdict."""
     state, scores_by_run, orders = list(events), dict[FinalRun, HoldoutScores](), list[list[FinalRun]]()
     for _ in range(200):
-        expected = next_runs(replay_journal(state), FULL, round(budget * FULL), scores_by_run, **options)
+        expected = ask(state, scores_by_run, budget, **options)
         if isinstance(expected, SearchVerdict):
             return Played(expected, state, scores_by_run, orders)
         assert expected
@@ -115,16 +132,10 @@ def numbers(runs: Sequence[FinalRun]) -> list[int]:
     return [run.trial for run in runs]
 
 
-# ---------------------------------------------------------------------------------------------------------- what next
-
-
 @pytest.mark.parametrize("budget", [0, 1, 4])
 def test_the_candidates_are_trained_to_their_ends_whatever_the_budget(budget: float) -> None:
-    assert play(searched(0.5, 0.6, 0.9, 0.7), world(0.5, 0.6, 0.9, 0.7), budget).orders[0] == [
-        FinalRun(0),
-        FinalRun(2),
-        FinalRun(3),
-    ]
+    result = play(searched(0.5, 0.6, 0.9, 0.7), world(0.5, 0.6, 0.9, 0.7), budget)
+    assert result.orders[0] == [FinalRun(0), FinalRun(2), FinalRun(3)]
 
 
 def test_who_fails_on_the_way_to_its_end_makes_room_for_the_next() -> None:
@@ -186,17 +197,13 @@ def test_no_more_seeds_than_there_are_parts_of_the_rows(parts: int, rounds: int)
 
 def test_a_repeat_of_a_look_is_no_round_of_an_end_whose_seeds_have_rows_of_their_own() -> None:
     """It was scored on the rows of trial 0; as a run of round 1 it would have no rows in common with it."""
-    look = searched(0.8, 0.8)
-    look += [
-        created(2, {"train.seed": 1}, "seed", repeat_of=1, seed=1),
-        {"kind": "failed", "trial": 2, "error": "ValueError: no", "seconds": 0.0},
-    ]
+    look = [*searched(0.8, 0.8), created(2, {"train.seed": 1}, "seed", repeat_of=1, seed=1)]
+    look.append({"kind": "failed", "trial": 2, "error": "ValueError: no", "seconds": 0.0})
     result = play(look, world(0.8, 0.8), 5, folds=2)
     assert [set(order) for order in result.rounds] == [{FinalRun(0, 1), FinalRun(1, 1)}]
     assert result.verdict.seeds == 2
-    assert play(look, world(0.8, 0.8), 5, folds=1).rounds[0] == [
-        FinalRun(0, 1)
-    ]  # there the failed one is the end's own
+    # With the same rows for all seeds, the failed one is the end's own.
+    assert play(look, world(0.8, 0.8), 5, folds=1).rounds[0] == [FinalRun(0, 1)]
 
 
 def test_where_time_is_over_a_round_ends_and_none_begins() -> None:
@@ -205,8 +212,7 @@ def test_where_time_is_over_a_round_ends_and_none_begins() -> None:
     repeated = [place for place, event in enumerate(initial.events) if event.get("repeat_of") is not None]
     cut = initial.events[: repeated[1]]  # one run of the first round is there, and the other was not asked for
     scores_by_run = {run: answers(0.8, run) for run in (FinalRun(0), FinalRun(1), *initial.rounds[0][:1])}
-    waiting = next_runs(replay_journal(cut), FULL, 9 * FULL, scores_by_run, allow_new_round=False)
-    assert waiting == initial.rounds[0][1:]
+    assert ask(cut, scores_by_run, 9, allow_new_round=False) == initial.rounds[0][1:]
 
 
 @pytest.mark.parametrize(("parts", "more"), [(0, {}), (1, {}), (4, {"data.validation_fold": 2})])
@@ -218,7 +224,7 @@ def test_what_a_further_seed_sets(parts: int, more: Mapping[str, int]) -> None:
 @pytest.mark.parametrize("events", [[], searched(None, None)])
 def test_a_search_without_a_score_has_no_end(events: list[Event]) -> None:
     with pytest.raises(UserError) as refused:
-        next_runs(replay_journal(events), FULL, FULL, {})
+        ask(events, {})
     assert refused.value.code == "no_score"
 
 
@@ -226,11 +232,9 @@ def test_ends_that_cannot_be_judged_are_an_error() -> None:
     events = searched(0.8)
     carry_out(events, FinalRun(0), answers(0.8, FinalRun(0)))
     with pytest.raises(UserError) as refused:
-        next_runs(replay_journal(events), FULL, FULL, {})
+        ask(events, {})
     assert refused.value.code == "no_answers"
 
-
-# ------------------------------------------------------------------------------------------------ whatever comes of it
 
 COUNTS = st.integers(1, 5)
 SHARES = st.lists(st.sampled_from([0.3, 0.75, 0.8, 0.85]), min_size=5, max_size=5)
@@ -270,8 +274,8 @@ def test_every_end_comes_to_a_verdict(
     random.shuffle(kinds["rung_result"])
     random.shuffle(ends)
     scores_by_run = dict(random.sample(list(result.scores_by_run.items()), len(result.scores_by_run)))
-    second = replay_journal([*kinds["created"], *kinds["rung_result"], *ends])
-    assert next_runs(second, FULL, round(budget * FULL), scores_by_run, **options) == result.verdict
+    second = [*kinds["created"], *kinds["rung_result"], *ends]
+    assert ask(second, scores_by_run, budget, **options) == result.verdict
 
 
 @settings(deadline=None, max_examples=60)
@@ -313,7 +317,7 @@ def test_a_killed_search_goes_on_as_it_would_have(shares: list[float], budget: f
     }
     state, scores_by_run = list(left), {run: value for run, value in full.scores_by_run.items() if run in ended}
     for _ in range(100):
-        expected = next_runs(replay_journal(state), FULL, round(budget * FULL), scores_by_run)
+        expected = ask(state, scores_by_run, budget)
         if isinstance(expected, SearchVerdict):
             break
         run = expected[0]
@@ -328,9 +332,6 @@ def test_a_killed_search_goes_on_as_it_would_have(shares: list[float], budget: f
         else:
             carry_out(state, run, came)
     assert expected == full.verdict
-
-
-# --------------------------------------------------------------------------------------------------------- the verdict
 
 
 def test_one_seed_is_never_better_however_far_it_is_ahead() -> None:
@@ -367,110 +368,90 @@ def test_without_trial_0_the_best_other_wins_alone() -> None:
 def test_a_verdict_is_a_document_of_figures_that_json_can_hold() -> None:
     result = play(searched(0.8, 0.8), world(0.8, 0.8), 3, used_steering_rows=True).verdict
     assert result.used_steering_rows
-    assert SearchVerdict(**result.to_document()) == result
-    assert all(math.isfinite(value) for value in result.to_document().values() if isinstance(value, float))
+    assert SearchVerdict(**json.loads(json.dumps(asdict(result), allow_nan=False))) == result
+
+
+TO_TARGET = Objective("time_to_target", 0.7)
 
 
 def test_a_score_that_is_not_finite_is_none_in_the_verdict() -> None:
-    never = play(searched(0.8, 0.8), world(0.8, 0.8), 3, objective=Objective("time_to_target", 0.9)).verdict
-    assert (never.kind, never.winner, never.baseline_score, never.candidate_score, never.difference) == (
-        "default",
-        0,
-        None,
-        None,
-        None,
-    )
+    never = play(searched(0.8, 0.8), world(0.8, 0.8), 3, objective=TO_TARGET).verdict
+    assert (never.kind, never.winner) == ("default", 0)
+    assert never.baseline_score is never.candidate_score is never.difference is None
 
 
 @pytest.mark.parametrize(("budget", "kind"), [(0, "unclear"), (2.4, "unclear"), (20, "better")])
 def test_the_faster_one_wins_and_is_better_where_all_of_enough_seeds_are_faster(budget: float, kind: str) -> None:
-    result = play(
-        searched(0.8, 0.8), world(0.8, 0.7), budget, targets, objective=Objective("time_to_target", 0.7)
-    ).verdict
-    assert (result.kind, result.winner, result.score_name) == (kind, 1, "neg_seconds")
+    result = play(searched(0.8, 0.8), world(0.8, 0.7), budget, targets, objective=TO_TARGET).verdict
+    assert (result.kind, result.winner, result.score_name, result.rows) == (kind, 1, "neg_seconds", 0)
     assert (result.difference, result.ci_low, result.ci_high) == pytest.approx((1.0, 1.0, 1.0))
-    assert result.rows == 0
 
 
-def test_who_alone_reaches_the_target_wins() -> None:
-    result = play(
-        searched(0.8, 0.8),
-        world(0.8, 0.8),
-        0,
-        lambda run: 9.0 if run.trial else None,
-        objective=Objective("time_to_target", 0.7),
-    )
-    assert (result.verdict.winner, result.verdict.baseline_score, result.verdict.candidate_score) == (1, None, -9.0)
+@pytest.mark.parametrize(
+    ("budget", "seconds", "kind", "winner", "scores", "reached"),
+    [
+        (0, lambda run: 9.0 if run.trial else None, "unclear", 1, (None, -9.0), (0, 1)),
+        # The first seed of trial 1 misses the target, after its 90 seconds of training; the next seed reaches it.
+        (2.4, lambda run: 20.0 if run.trial and run.seed is not None else None, "unclear", 1, (None, -110.0), (0, 1)),
+        # Trial 1 is faster with every second seed, which reaches the target; trial 0 always reaches it in 60 s.
+        (
+            *(2.4, lambda run: 60.0 if not run.trial else 20.0 if run.seed is not None else None),
+            *("default", 0, (-60.0, -110.0), (2, 1)),
+        ),
+    ],
+    ids=["alone", "with one seed", "missed trainings count"],
+)
+def test_the_expected_seconds_to_the_target_decide(
+    budget: float,
+    seconds: Callable[[FinalRun], float | None],
+    kind: str,
+    winner: int,
+    scores: tuple[float | None, float],
+    reached: tuple[int, int],
+) -> None:
+    result = play(searched(0.8, 0.8), world(0.8, 0.8), budget, seconds, objective=TO_TARGET).verdict
+    assert (result.kind, result.winner) == (kind, winner)
+    assert (result.baseline_score, result.candidate_score) == scores
+    assert (result.baseline_reached_seeds, result.candidate_reached_seeds) == reached
 
 
-def test_who_reaches_the_target_with_one_of_its_seeds_is_before_who_never_does() -> None:
-    """The first seed of trial 1 misses the target, after its 90 seconds of training; the next seed reaches it."""
-    result = play(
-        searched(0.8, 0.8),
-        world(0.8, 0.8),
-        2.4,
-        lambda run: 20.0 if run.trial and run.seed is not None else None,
-        objective=Objective("time_to_target", 0.7),
-    ).verdict
-    assert (result.kind, result.winner, result.seeds) == ("unclear", 1, 2)
-    assert (result.baseline_score, result.candidate_score) == (None, -110.0)
-    assert (result.baseline_reached_seeds, result.candidate_reached_seeds) == (0, 1)
+RIGHT: Mapping[int, Sequence[float]] = {0: (0.5, 0.5), 1: (0.91, 0.81), 2: (0.9, 0.8)}
+"""Share of right answers by trial, for even and odd seeds: 1 is before 2 by less than the seeds differ."""
 
 
-def test_the_expected_seconds_count_the_trainings_that_missed_the_target() -> None:
-    """Trial 1 is faster with every second seed, which reaches the target; trial 0 always reaches it in 60 s."""
-    result = play(
-        searched(0.8, 0.8),
-        world(0.8, 0.8),
-        2.4,
-        lambda run: 60.0 if not run.trial else 20.0 if run.seed is not None else None,
-        objective=Objective("time_to_target", 0.7),
-    ).verdict
-    assert (result.kind, result.winner) == ("default", 0)
-    assert (result.baseline_score, result.candidate_score) == (-60.0, -110.0)
+def by_seed(right: Mapping[int, Sequence[float]], run: FinalRun) -> HoldoutScores:
+    return shares(np.arange(ROWS) < right[run.trial][(run.seed or 0) % 2] * ROWS)
 
 
 def test_of_the_front_the_fastest_of_those_as_good_is_taken() -> None:
-    """Trial 2 takes 80 seconds, trial 1 takes 90; 1 has the higher score, by less than the seeds differ."""
-    right = {0: (0.5, 0.5), 1: (0.91, 0.81), 2: (0.9, 0.8)}
-
-    def come_to(run: FinalRun) -> HoldoutScores:
-        return shares(np.arange(ROWS) < right[run.trial][(run.seed or 0) % 2] * ROWS)
-
-    events = searched(0.8, 0.8, 0.8)
-    front, score = (play(events, come_to, 3.6, objective=aim).verdict for aim in (Objective("pareto"), SCORE))
-    assert (front.winner, front.won_by_cost) == (2, True)
-    assert (score.winner, score.won_by_cost) == (1, False)
-    sizes = {0: 9.0, 1: 2.0, 2: 4.0}
+    """Trial 2 takes 80 seconds, trial 1 takes 90."""
+    sizes, events = {0: 9.0, 1: 2.0, 2: 4.0}, searched(0.8, 0.8, 0.8)
     priced = [{**event, "cost": sizes[event["trial"]]} if event["kind"] == "created" else event for event in events]
-    small = play(priced, come_to, 3.6, objective=Objective("pareto", cost="bytes")).verdict
-    assert (small.winner, small.won_by_cost, small.cost_kind) == (
+
+    def outcome(history: list[Event], objective: Objective) -> tuple[int, bool, str]:
+        result = play(history, partial(by_seed, RIGHT), 3.6, objective=objective).verdict
+        return result.winner, result.won_by_cost, result.cost_kind
+
+    assert outcome(events, Objective("pareto")) == (2, True, "training")
+    assert outcome(events, SCORE) == (1, False, "training")
+    assert outcome(priced, Objective("pareto", cost="bytes")) == (
         1,
         False,
         "bytes",
-    )  # the smallest has the highest score too
+    )  # the smallest has the highest score
 
 
 def test_of_the_front_who_is_as_good_wins_though_the_budget_pays_for_two_further_seeds_alone() -> None:
     """Trial 0 was left at a fifth of a run, the two others at two fifths: their ends take two of four full runs."""
-    right = {0: (0.5, 0.5), 1: (0.91, 0.81), 2: (0.9, 0.8)}
-
-    def come_to(worth: Mapping[int, Sequence[float]], run: FinalRun) -> HoldoutScores:
-        return shares(np.arange(ROWS) < worth[run.trial][(run.seed or 0) % 2] * ROWS)
-
     initial = [created(number) for number in range(3)] + [rung_result(number, 0, 0.8) for number in range(3)]
     events = initial + [rung_result(number, 1, 0.8) for number in (1, 2)]
-    result = play(events, partial(come_to, right), objective=Objective("pareto"))
+    result = play(events, partial(by_seed, RIGHT), objective=Objective("pareto"))
     assert [numbers(order) for order in result.orders] == [[0, 1, 2], [0, 1]]
-    assert (result.verdict.winner, result.verdict.won_by_cost, result.verdict.compared_trial, result.verdict.seeds) == (
-        2,
-        True,
-        2,
-        1,
-    )
-    worse = play(events, partial(come_to, {**right, 2: (0.7, 0.7)}), objective=Objective("pareto")).verdict
+    verdict = result.verdict
+    assert (verdict.winner, verdict.won_by_cost, verdict.compared_trial, verdict.seeds) == (2, True, 2, 1)
+    worse = play(events, partial(by_seed, {**RIGHT, 2: (0.7, 0.7)}), objective=Objective("pareto")).verdict
     assert (worse.winner, worse.won_by_cost, worse.seeds) == (1, False, 2)
-    assert play(events, partial(come_to, right)).verdict.winner == 1  # for the score alone
+    assert play(events, partial(by_seed, RIGHT)).verdict.winner == 1  # for the score alone
 
 
 def test_settings_of_equal_worth_are_rarely_told_better() -> None:
@@ -487,3 +468,55 @@ def lucky(search: int, run: FinalRun) -> HoldoutScores:
     draw = np.random.default_rng([3, search, run.trial, 1 if run.seed is None else 1 + run.seed])
     chance = 1 / (1 + np.exp(-(rows + local_values + draw.normal(0, 0.2))))
     return shares(draw.random(ROWS) < chance)
+
+
+@pytest.mark.parametrize(
+    ("events", "objective", "expected"),
+    [
+        (searched(0.5, 0.6, 0.9, 0.7), SCORE, (0, 2, 3)),
+        (searched(0.9, 0.6), SCORE, (0, 1)),
+        (searched(0.9), SCORE, (0,)),
+        (searched(None, 0.6, None, 0.7), SCORE, (3, 1)),
+        (searched(0.9, None, None), SCORE, (0,)),
+        (searched(None), SCORE, ()),
+        # A later rung is better than a higher score at an earlier one.
+        (
+            [*map(created, range(4)), rung_result(1, 1, 0.5), rung_result(2, 0, 0.9), rung_result(3, 0, 0.95)],
+            SCORE,
+            (0, 1, 3),
+        ),
+        # Of equal scores the lower loss is better, and then the lower number.
+        (
+            [*map(created, range(5)), rung_result(1, 0, 0.9, loss=None)]
+            + [rung_result(number, 0, 0.9, loss=loss) for number, loss in ((2, 0.3), (3, 0.2), (4, 0.3))],
+            *(SCORE, (0, 3, 2)),
+        ),
+        # A diverged trial is no finalist.
+        (
+            [*searched(0.5, 0.9, 0.8, 0.7), {"kind": "diverged", "trial": 1, "reason": "loss", "seconds": 1.0}],
+            *(SCORE, (0, 2, 3)),
+        ),
+        # For the least time those that reached the target first are finalists.
+        (
+            [*map(created, range(4)), *(rung_result(trial, 0, 0.7 + trial / 20, seconds=trial) for trial in (1, 2, 3))],
+            *(TO_TARGET, (0, 1, 2)),
+        ),
+    ],
+)
+def test_trial_0_and_the_two_best_others_are_trained_to_their_ends(
+    events: list[Event], objective: Objective, expected: tuple[int, ...]
+) -> None:
+    assert choose_finalists(replay_journal(events), objective) == expected
+
+
+def test_a_seed_that_was_begun_while_trials_were_asked_for_is_one_of_the_first_round() -> None:
+    """Trial 2 is trial 1 with the next seed, frozen at its first rung: the round waits for it."""
+    history = [*searched(0.8, 0.9), created(2, {"train.seed": 1}, "seed", repeat_of=1, seed=1), rung_result(2, 0, 0.88)]
+    history += [finished(number, 0.9) for number in (0, 1)]
+    scores_ = {FinalRun(number): answers(0.8, FinalRun(number), ROWS) for number in (0, 1)}
+    expected = ask(history, scores_, 9)
+    assert isinstance(expected, list)
+    assert sorted(run.trial for run in expected if run.seed == 1) == [0, 1]
+    history += [created(3, {"train.seed": 1}, "seed", repeat_of=0, seed=1), finished(3, 0.9)]
+    scores_[FinalRun(0, 1)] = answers(0.8, FinalRun(0, 1))
+    assert ask(history, scores_, 9) == [FinalRun(1, 1)]

@@ -7,7 +7,7 @@ import numpy.typing as npt
 import pytest
 from hypothesis import given, strategies as st
 
-from rtrain.data.store.columns import assign_row_ids
+from rtrain.data.store.commit import assign_row_ids
 from tune.holdout_scores import holdout_mask
 
 Ids = npt.NDArray[np.uint64]

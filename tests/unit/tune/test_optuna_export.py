@@ -12,17 +12,13 @@ from tune.history import History, replay_journal
 from tune.report import optuna_export
 
 K = "train.aggregation_frequency"
-CONFIG = config.load_config(
-    "intent",
-    {
-        "tune.space": {
-            "optim.lr": {"low": 5e-5, "high": 1e-3, "log": True},
-            K: [1, 2, 4],
-            "optim.max_grad_norm": {"low": 0.5, "high": 2.0},
-            "optim.name": ["adamw", "radam"],
-        }
-    },
-)
+SPACE = {
+    "optim.lr": {"low": 5e-5, "high": 1e-3, "log": True},
+    K: [1, 2, 4],
+    "optim.max_grad_norm": {"low": 0.5, "high": 2.0},
+    "optim.name": ["adamw", "radam"],
+}
+CONFIG = config.load_config("intent", {"tune.space": SPACE})
 
 
 def rung(number: int, rows: int, score: float) -> dict[str, Any]:
@@ -74,28 +70,18 @@ def opened(folder: Path, selection: Config = CONFIG, history: History = HISTORY)
 def test_optuna_finds_the_trials_with_their_settings_rungs_and_ends(tmp_path: Path) -> None:
     study = opened(tmp_path)
     assert study.direction.name == "MAXIMIZE"
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE", "PRUNED", "FAIL", "FAIL", "RUNNING", "COMPLETE"]
     recipe = {"optim.lr": 3e-4, K: 4, "optim.max_grad_norm": 1.0, "optim.name": "adamw"}
-    assert [trial.params for trial in study.trials] == [
-        recipe,
-        {**recipe, "optim.lr": 1e-4, K: 1},
-        {**recipe, "optim.lr": 9e-4, K: 2},
-        {**recipe, "optim.lr": 8e-4, "optim.name": "radam"},
-        {"optim.lr": 1e-6, K: 8, "optim.name": "adamw"},
-        {**recipe, "optim.lr": 1e-4, K: 1},
+    assert [(trial.state.name, trial.params, trial.intermediate_values, trial.values) for trial in study.trials] == [
+        ("COMPLETE", recipe, {768: 0.5, 1536: 0.6}, [0.7]),
+        ("PRUNED", {**recipe, "optim.lr": 1e-4, K: 1}, {768: 0.4}, None),
+        ("FAIL", {**recipe, "optim.lr": 9e-4, K: 2}, {}, None),
+        ("FAIL", {**recipe, "optim.lr": 8e-4, "optim.name": "radam"}, {768: 0.1}, None),
+        ("RUNNING", {"optim.lr": 1e-6, K: 8, "optim.name": "adamw"}, {}, None),
+        ("COMPLETE", {**recipe, "optim.lr": 1e-4, K: 1}, {}, [0.65]),
     ]
-    assert [trial.intermediate_values for trial in study.trials] == [
-        {768: 0.5, 1536: 0.6},
-        {768: 0.4},
-        {},
-        {768: 0.1},
-        {},
-        {},
-    ]
-    assert [trial.values for trial in study.trials] == [[0.7], None, None, None, None, [0.65]]
     assert study.best_trial.number == 0
-    assert study.trials[0].distributions["optim.lr"].log
-    assert study.trials[0].distributions["optim.lr"].low == 1e-6  # the trial outside is shown as well
+    distribution = study.trials[0].distributions["optim.lr"]
+    assert (distribution.log, distribution.low) == (True, 1e-6)  # the trial outside is shown as well
 
 
 @pytest.mark.parametrize(

@@ -11,18 +11,15 @@ from rtrain.core.run_folder import Run
 from tests.support.histories import FULL, Event, created, events, finished, history, make_search, rung_result
 from tests.support.reports import Page
 from tune.history import History, replay_journal
-from tune.report import page, stats
+from tune.report import page, table
 
 COST = {"tune.cost": "bytes", "tune.objective": "pareto"}
 VERDICT = "trial 8 is better than the recipe's own settings"
 
 
 def shown(search: Run, journal: list[Event], messages: str = VERDICT) -> Page:
-    return Page(
-        page.render_search_page(
-            search, [{"time": 1.0 + place, **event} for place, event in enumerate(journal)], messages
-        )
-    )
+    events = [{"time": 1.0 + place, **event} for place, event in enumerate(journal)]
+    return Page(page.render_search_page(search, events, messages))
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +33,7 @@ def test_the_page_has_the_verdict_the_scores_the_best_over_time_and_the_settings
     state = history(20)
     assert f"{VERDICT[:1].upper()}{VERDICT[1:]}." in full.text
     for number in (state.winner, 0):
-        holdout = stats.holdout_score(state, number or 0)
+        holdout = table.holdout_score(state, number or 0)
         assert holdout is not None
         assert holdout.seeds == 2
         assert f"{holdout.score:.4f}" in full.words
@@ -101,66 +98,42 @@ def test_a_model_s_cost_has_a_column_where_it_counts(tmp_path: Path) -> None:
 
 
 def test_names_are_short_where_that_is_unambiguous() -> None:
-    assert stats.shorten_names(["optim.lr", "train.aggregation_frequency"]) == {
+    assert table.shorten_names(["optim.lr", "train.aggregation_frequency"]) == {
         "optim.lr": "lr",
         "train.aggregation_frequency": "k",
     }
-    assert stats.shorten_names(["optim.lr", "distill.lr"]) == {"optim.lr": "optim.lr", "distill.lr": "distill.lr"}
+    assert table.shorten_names(["optim.lr", "distill.lr"]) == {"optim.lr": "optim.lr", "distill.lr": "distill.lr"}
 
 
 def test_what_a_searched_setting_brings_with_it_was_not_searched() -> None:
     space: Any = {"optim.lr": (1e-5, 1e-3), "optim.schedule": ("linear", "cosine")}
     more = {"optim.weight_decay": 0.1, "optim.lr_scaling": "sqrt", "train.global_batch_size": None}
-    state = replay_journal(
-        [created(0, by="recipe"), created(1, {"optim.lr": 3e-4, "optim.schedule": "cosine", **more})]
-    )
-    assert stats.searched_settings(state, TuneConfig(space=space)) == ["optim.lr", "optim.schedule"]
-    assert (
-        len(stats.searched_settings(state, TuneConfig(space=space, points_to_evaluate=({"optim.weight_decay": 0.1},))))
-        == 3
-    )
+    state = replay_journal([created(0), created(1, {"optim.lr": 3e-4, "optim.schedule": "cosine", **more})])
+    assert table.searched_settings(state, TuneConfig(space=space)) == ["optim.lr", "optim.schedule"]
+    by_points = TuneConfig(space=space, points_to_evaluate=({"optim.weight_decay": 0.1},))
+    assert len(table.searched_settings(state, by_points)) == 3
 
 
 def test_the_seconds_of_trials_that_failed_count() -> None:
     failed = {"kind": "failed", "trial": 1, "error": "ValueError: no", "seconds": 500.0}
-    assert (
-        stats.measure_usage(
-            replay_journal([created(0), rung_result(0, 0, 0.5), created(1), failed]), TuneConfig()
-        ).seconds
-        == 512.8
-    )
+    state = replay_journal([created(0), rung_result(0, 0, 0.5), created(1), failed])
+    assert table.measure_usage(state, TuneConfig()).seconds == 512.8
 
 
 def test_rows_by_phase() -> None:
-    state = [
-        created(0, by="recipe"),
-        created(1),
-        created(2),
-        rung_result(0, 0, 0.8),
-        rung_result(1, 0, 0.9),
-        rung_result(1, 1, 0.9),
-    ]
-    first = stats.measure_usage(replay_journal(state), TuneConfig())
+    state = [*map(created, range(3)), rung_result(0, 0, 0.8), rung_result(1, 0, 0.9), rung_result(1, 1, 0.9)]
+    first = table.measure_usage(replay_journal(state), TuneConfig())
     assert (first.first_rung_rows, first.later_rung_rows, first.final_rows) == (2560, 1280, 0)
-    assert (first.full_run_rows, first.budget_rows, first.all_full_runs_rows, first.saved_rows) == (
-        6400,
-        51200,
-        None,
-        None,
-    )
-    more = [
-        *state,
-        {"kind": "stopped", "reason": "enough"},
-        finished(1, 0.9),
-        created(3, {}, "seed", repeat_of=1),
-        finished(3, 0.9),
-    ]
-    ended = stats.measure_usage(replay_journal(more), TuneConfig(budget_rows=1000))
+    assert (first.full_run_rows, first.budget_rows) == (6400, 51200)
+    assert first.all_full_runs_rows is first.saved_rows is None
+    stopped = {"kind": "stopped", "reason": "enough"}
+    more = [*state, stopped, finished(1, 0.9), created(3, {}, "seed", repeat_of=1), finished(3, 0.9)]
+    ended = table.measure_usage(replay_journal(more), TuneConfig(budget_rows=1000))
     assert (ended.first_rung_rows, ended.later_rung_rows, ended.final_rows) == (2560, 1280, FULL - 2560 + FULL)
     assert ended.budget_rows == 1000
     assert ended.all_full_runs_rows == 3 * FULL  # a repetition is no trial of its own
     assert ended.saved_rows == 3 * FULL - 3840 - (FULL - 2560 + FULL)
-    assert stats.measure_usage(History(), TuneConfig()).full_run_rows is None
+    assert table.measure_usage(History(), TuneConfig()).full_run_rows is None
 
 
 def test_a_seed_that_was_begun_while_trials_were_asked_for_counts_to_the_search_until_its_rung() -> None:
@@ -170,28 +143,21 @@ def test_a_seed_that_was_begun_while_trials_were_asked_for_counts_to_the_search_
         created(1, {}, "seed", repeat_of=0, seed=1),
         rung_result(1, 0, 0.7),
     ]
-    assert stats.measure_usage(replay_journal(state), TuneConfig()).first_rung_rows == 2 * 1280
-    ended = stats.measure_usage(replay_journal([*state, finished(1, 0.9)]), TuneConfig())
+    assert table.measure_usage(replay_journal(state), TuneConfig()).first_rung_rows == 2 * 1280
+    ended = table.measure_usage(replay_journal([*state, finished(1, 0.9)]), TuneConfig())
     assert (ended.first_rung_rows, ended.final_rows) == (2 * 1280, FULL - 1280)
 
 
-def test_the_winner_leads_and_before_that_whoever_came_furthest() -> None:
-    state = [
-        created(0, by="recipe"),
-        created(1),
-        created(2),
-        rung_result(0, 0, 0.9),
-        rung_result(1, 0, 0.8),
-        rung_result(1, 1, 0.85),
-    ]
-    number = getattr(stats.leading_trial(replay_journal(state)), "number", None)
-    assert number == 1
-    lost = stats.leading_trial(
-        replay_journal([*state, {"kind": "diverged", "trial": 1, "reason": "loss is nan", "seconds": 1.0}])
-    )
-    assert lost is not None
-    assert lost.number == 0
-    assert stats.leading_trial(replay_journal(state[:3])) is None
-    config = stats.leading_trial(replay_journal([*state, {"kind": "winner", "winner": 2, "verdict": {}}]))
-    assert config is not None
-    assert config.number == 2
+LOST = {"kind": "diverged", "trial": 1, "reason": "loss is nan", "seconds": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("further", "leader"), [([], 1), ([LOST], 0), ([{"kind": "winner", "winner": 2, "verdict": {}}], 2)]
+)
+def test_the_winner_leads_and_before_that_whoever_came_furthest(further: list[Event], leader: int) -> None:
+    trials = [*map(created, range(3))]
+    assert table.leading_trial(replay_journal(trials)) is None
+    state = [*trials, rung_result(0, 0, 0.9), rung_result(1, 0, 0.8), rung_result(1, 1, 0.85), *further]
+    leading = table.leading_trial(replay_journal(state))
+    assert leading is not None
+    assert leading.number == leader

@@ -5,7 +5,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,9 +13,9 @@ from hypothesis import given, settings, strategies as st
 
 from rtrain import config
 from rtrain.core.errors import ConfigError
-from tune import points, sampler as tune_sampler, space
-from tune.points import Dimension
+from tune import sampler as tune_sampler, space
 from tune.sampler import STARTUP_TRIALS, Observation, expected_gain, propose
+from tune.space import Dimension
 
 LR = Dimension("optim.lr", 5e-5, 1e-3, log=True)
 K = Dimension("train.aggregation_frequency", choices=(1, 2, 4, 8))
@@ -57,9 +57,6 @@ def searched(
     return messages, by
 
 
-# ------------------------------------------------------------------------------------------------------ who proposes
-
-
 @pytest.mark.parametrize(
     ("sampler", "planned", "by"),
     [("auto", 50, "gp"), ("auto", 51, "tpe"), ("gp", 99, "gp"), ("tpe", 9, "tpe"), ("random", 9, "random")],
@@ -72,7 +69,7 @@ def test_the_first_trials_are_spread_and_a_sampler_has_the_others(sampler: str, 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
 def test_without_any_score_there_is_nothing_to_model(sampler: str) -> None:
-    messages = [Observation(point, None) for point in points.halton(PLANE, 5, 0)]
+    messages = [Observation(point, None) for point in space.halton(PLANE, 5, 0)]
     assert ask(messages, 5, sampler)[1] == "random"
     assert ask([*messages, Observation(RECIPE, math.nan)], 6, sampler)[1] == "random"
 
@@ -85,23 +82,16 @@ def test_what_is_outside_of_the_space_tells_nothing() -> None:
     assert expected_gain(PLANE, [*outside, *messages], 0) == expected_gain(PLANE, messages, 0)
 
 
-# ------------------------------------------------------------------------------------------------ by the scores alone
-
-
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
 def test_the_sixth_proposal_depends_on_the_first_five_scores(sampler: str) -> None:
     messages, _ = searched(5, sampler)
     sixth = ask(messages, 5, sampler)
     assert ask(messages, 5, sampler) == sixth
     for place in range(5):
-        worse = [
-            Observation(item.point, 0.1 if number == place else item.value) for number, item in enumerate(messages)
+        changed = [
+            [*messages[:place], replace(messages[place], value=value), *messages[place + 1 :]] for value in (0.1, 2)
         ]
-        rest = [
-            worse,
-            [Observation(item.point, 2.0 if number == place else item.value) for number, item in enumerate(messages)],
-        ]
-        assert any(ask(changed, 5, sampler) != sixth for changed in rest), place
+        assert any(ask(other, 5, sampler) != sixth for other in changed), place
     if sampler == "tpe":  # it draws; a Gaussian process finds the same best point from any start
         assert ask(messages, 5, sampler, seed=1) != sixth
         assert ask(messages, 6, sampler) != sixth
@@ -118,33 +108,22 @@ def test_the_order_in_which_trials_came_back_has_no_influence(sampler: str) -> N
         assert first == propose(selection, messages[::-1], number=6, seed=seed, sampler=sampler, planned_trials=9)
 
 
-def test_another_process_proposes_the_same(tmp_path: Path) -> None:
+def test_another_process_proposes_the_same() -> None:
     messages, _ = searched(6)
-    names = (name for item in messages for name in of_told(item))
-    assert set(names) == {"optim.lr", "train.aggregation_frequency"}
     code = """
 import json, sys
 from tune.sampler import Observation, propose
-from tune.points import Dimension
+from tune.space import Dimension
 told = [Observation(point, value) for point, value in json.load(sys.stdin)]
 plane = (Dimension("optim.lr", 5e-5, 1e-3, log=True), Dimension("train.aggregation_frequency", choices=(1, 2, 4, 8)))
 samplers = ("gp", "tpe", "random")
 print(json.dumps([propose(plane, told, number=6, seed=3, sampler=by, planned_trials=9) for by in samplers]))
 """
-    answer = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        input=json.dumps([[item.point, item.value] for item in messages]),
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=120,
-    )
+    told = json.dumps([[item.point, item.value] for item in messages])
+    command = [sys.executable, "-W", "error", "-c", code]
+    answer = subprocess.run(command, input=told, capture_output=True, text=True, check=True, timeout=120)
     assert answer.stderr == ""  # Optuna tells of each study
-    local = [propose(PLANE, messages, number=6, seed=3, sampler=by, planned_trials=9) for by in ("gp", "tpe", "random")]
-    assert json.loads(answer.stdout) == [list(item) for item in local if item is not None]
-
-
-# ----------------------------------------------------------------------------------------- pending, failed, exhausted
+    assert json.loads(answer.stdout) == [list(ask(messages, 6, by, seed=3)) for by in ("gp", "tpe", "random")]
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe", "random"])
@@ -175,11 +154,8 @@ def test_where_trials_fail_no_more_is_tried(sampler: str) -> None:
     def original(point: Point) -> float | None:
         return None if point["optim.lr"] > 4e-4 else point["optim.lr"] * 1000
 
-    high = 0
-    for seed in range(3):
-        messages, _ = searched(14, sampler, seed, original)
-        high += sum(item.value is None for item in messages[STARTUP_TRIALS:])
-    assert high < 15  # of 30
+    messages = [item for seed in range(2) for item in searched(14, sampler, seed, original)[0][STARTUP_TRIALS:]]
+    assert sum(item.value is None for item in messages) < 10  # of 20
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe", "random", "grid"])
@@ -189,12 +165,10 @@ def test_a_small_space_is_tried_whole_and_nothing_twice(sampler: str) -> None:
     for number in range(8):
         result = propose(dimensions, messages, number=number, seed=1, sampler=sampler, planned_trials=20)
         assert result is not None
-        assert not any(points.same_point(result[0], of_told(item)) for item in messages)
+        assert not any(space.same_point(result[0], of_told(item)) for item in messages)
         messages.append(Observation(result[0], float(number % 3)))
     assert propose(dimensions, messages, number=8, seed=1, sampler=sampler, planned_trials=20) is None
 
-
-# ------------------------------------------------------------------------------------------------- inside of the space
 
 WIDE = {
     "optim.lr": {"low": 5e-5, "high": 1e-3, "log": True},
@@ -218,7 +192,7 @@ VALUES = st.none() | st.floats(-1, 1)
 def test_every_proposal_is_inside_of_the_space_and_a_configuration(
     seed: int, values: list[tuple[float | None, bool]], sampler: str
 ) -> None:
-    tried = points.halton(SPACE, len(values), seed)
+    tried = space.halton(SPACE, len(values), seed)
     messages = [Observation(point, value, pending) for point, (value, pending) in zip(tried, values, strict=True)]
     result = propose(SPACE, messages, number=len(messages), seed=seed, sampler=sampler, planned_trials=9)
     assert result is not None
@@ -236,62 +210,48 @@ def test_several_objectives_are_sought_together(sampler: str) -> None:
     def original(point: Point) -> tuple[float, float]:
         return math.log10(point["optim.lr"]), math.log2(point["train.aggregation_frequency"])
 
-    messages, by = searched(12, sampler, original=original)
+    messages, by = searched(12 if sampler == "tpe" else 9, sampler, original=original)
     assert by[3] == sampler
     assert set(by[4:]) <= {sampler, "random"}  # that corner can be tried only once
-    assert max(of_told(item)["optim.lr"] for item in messages[STARTUP_TRIALS:]) > 7e-4
-    assert max(of_told(item)["train.aggregation_frequency"] for item in messages[STARTUP_TRIALS:]) == 8
-
-
-# --------------------------------------------------------------------------------------------------- better than chance
+    points = [of_told(item) for item in messages[STARTUP_TRIALS:]]
+    assert max(point["optim.lr"] for point in points) > 7e-4
+    assert max(point["train.aggregation_frequency"] for point in points) == 8
 
 
 @pytest.mark.parametrize("sampler", ["gp", "tpe"])
 def test_a_model_finds_better_than_chance(sampler: str) -> None:
-    """The best of 12 trials, over 8 seeds, is nearer to 0.9, which is the best of the plane."""
+    """The best of 12 trials, over 4 seeds, is nearer to 0.9, which is the best of the plane."""
 
     def left(by: str) -> float:
-        ends = [max(score(of_told(item)) for item in searched(12, by, seed)[0]) for seed in range(8)]
+        ends = [max(score(of_told(item)) for item in searched(12, by, seed)[0]) for seed in range(4)]
         return 0.9 - sum(ends) / len(ends)
 
     assert left(sampler) < 0.75 * left("random")
 
 
-# -------------------------------------------------------------------------------------------------------- expected gain
-
-
 def test_a_gain_is_expected_of_five_values_or_more() -> None:
     messages, _ = searched(6)
+    no_values = [replace(messages[4], value=None), replace(messages[5], value=1.0, is_pending=True)]
     assert expected_gain(PLANE, messages[:4], 0) is None
-    assert (
-        expected_gain(
-            PLANE,
-            [*messages[:4], Observation(messages[4].point, None), Observation(messages[5].point, 1.0, is_pending=True)],
-            0,
-        )
-        is None
-    )
+    assert expected_gain(PLANE, [*messages[:4], *no_values], 0) is None
     result = expected_gain(PLANE, messages[:5], 0)
     assert result is not None
     assert result > 0
     assert result == expected_gain(PLANE, messages[:5], 0)
-    assert expected_gain(PLANE, [Observation(item.point, (0.5, 1.0)) for item in messages], 0) is None
+    assert expected_gain(PLANE, [replace(item, value=(0.5, 1.0)) for item in messages], 0) is None
     assert expected_gain((), messages, 0) is None
 
 
 def test_the_gain_falls_as_the_best_is_found_and_is_in_units_of_the_score() -> None:
-    messages, _ = searched(16)
+    messages, _ = searched(12)
     few, many = expected_gain(PLANE, messages[:5], 0), expected_gain(PLANE, messages, 0)
     assert few is not None
     assert many is not None
     assert many < 0.2 * few
     # The best that was found is 0.001 or less from the best of the plane: so little can be gained.
     assert many < 0.005
-    tenfold = [Observation(item.point, 10 * score(of_told(item))) for item in messages[:5]]
+    tenfold = [replace(item, value=10 * score(of_told(item))) for item in messages[:5]]
     assert expected_gain(PLANE, tenfold, 0) == pytest.approx(10 * few, rel=1e-3)
-
-
-# ------------------------------------------------------------------------------------------------------------ the extra
 
 
 def test_without_optuna_the_extra_is_named_and_random_and_grid_work(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,7 +266,7 @@ def test_without_optuna_the_extra_is_named_and_random_and_grid_work(monkeypatch:
             ask(messages, 5, sampler)
     for sampler in ("random", "grid"):
         tune_sampler.check_sampler(sampler)
-        few = [Observation(point, 1.0) for point in (*points.list_grid((K, NAME)),)[:4]]
+        few = [Observation(point, 1.0) for point in (*space.iter_grid((K, NAME)),)[:4]]
         result = propose((K, NAME), few, number=4, seed=0, sampler=sampler, planned_trials=9)
         assert result is not None
         assert result[1] == sampler

@@ -1,6 +1,5 @@
 """The next trial of a search, by its configuration and journal alone."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -12,9 +11,9 @@ from rtrain.parallel import gradient_noise
 from tests.support.histories import Event, configured, created, make_search, rung_result, score_of
 from tests.unit.tune.test_budget import started
 from tune import space
-from tune.history import replay_journal
-from tune.points import Dimension
-from tune.search_policy import SearchPolicy
+from tune.history import History, Journal, read_journal, replay_journal
+from tune.sampler import SearchPolicy
+from tune.space import Dimension
 
 K = "train.aggregation_frequency"
 SPACE = {"optim.lr": [1e-4, 2e-4, 4e-4], K: [1, 2, 4, 8]}
@@ -32,12 +31,8 @@ def journal(selection: Config) -> list[Event]:
 def test_the_space_of_a_resumed_search_ends_where_that_of_an_undisturbed_one_does(tmp_path: Path) -> None:
     """128 rows: k = 2 is the last one, at the first question of a process as at its later ones."""
     selection = configured(tmp_path, **ON_TWO)
-    before, after = (
-        replay_journal(journal(selection)),
-        replay_journal(
-            [*journal(selection), {"kind": "noise", "max_useful_batch_size": 128, "fastest_batch_size": 128}]
-        ),
-    )
+    before = replay_journal(journal(selection))
+    after = before.with_event({"kind": "noise", "max_useful_batch_size": 128, "fastest_batch_size": 128})
     first, later = SearchPolicy(selection, 12), SearchPolicy(selection, 12)
     assert later.dimensions(before)[1].choices == (1, 2, 4, 8)
     assert first.expected_gain(after) == later.expected_gain(after) == 0.0  # all six points were tried
@@ -60,24 +55,23 @@ def test_how_far_the_space_goes_is_written_down_once(tmp_path: Path) -> None:
     result = make_search(tmp_path, journal(configured(tmp_path, **ON_TWO)), **ON_TWO)
     item = started(result, config.load_config(str(result.config)))
 
-    def noted() -> tuple[int | None, int | None]:
-        item.log_noise_scale()
-        return item.history.max_useful_batch_size, item.history.fastest_batch_size
+    def noted(history: History) -> tuple[int | None, int | None]:
+        return history.max_useful_batch_size, history.fastest_batch_size
 
-    assert noted() == (None, None)  # nothing was measured
-    measured(result.trial(0), 5, 13)
-    assert noted() == (None, None)  # too little was
-    measured(result.trial(0), 21, 29, 37)
-    rows, selection = noted()
-    assert rows is not None
-    assert selection is not None
-    assert selection <= rows
-    measured(result.trial(0), 1000)
-    assert noted() == (rows, selection)
-    messages = [json.loads(line) for line in result.trials.read_text().splitlines() if '"noise"' in line]
-    assert [(event["max_useful_batch_size"], event["fastest_batch_size"]) for event in messages] == [(rows, selection)]
-    second = started(result, config.load_config(str(result.config))).history
-    assert (second.max_useful_batch_size, second.fastest_batch_size) == (rows, selection)
+    sizes = []
+    for updates in ((), (5, 13), (21, 29, 37), (1000,)):  # nothing, too little, enough, and more
+        if updates:
+            measured(result.trial(0), *updates)
+        item.log_noise_scale()
+        sizes.append(noted(item.history))
+    assert sizes[:2] == [(None, None)] * 2
+    assert sizes[2] == sizes[3]
+    useful, fastest = sizes[3]
+    assert useful is not None
+    assert fastest is not None
+    assert fastest <= useful
+    assert [event["kind"] for event in read_journal(result.trials)].count("noise") == 1
+    assert noted(Journal(result.trials).history) == sizes[3]
 
 
 def test_the_first_spread_point_has_the_updates_that_trial_0_asks_for(tmp_path: Path) -> None:

@@ -9,12 +9,13 @@ from hypothesis import given, settings, strategies as st
 from rtrain import config
 from rtrain.config import Config
 from rtrain.core.errors import ConfigError, Problem
-from tune import points, sampler as tune_sampler, space
-from tune.points import Dimension
+from tune import sampler as tune_sampler, space
+from tune.space import Dimension
 
 LR = {"low": 5e-5, "high": 1e-3, "log": True}
 K = "train.aggregation_frequency"
 ROWS = "train.global_batch_size"
+REFERENCE = "optim.lr_reference_batch_size"
 
 
 def instance(recipe: str = "intent", **overrides: Any) -> Config:
@@ -27,60 +28,43 @@ def problems(searched: dict[str, Any], recipe: str = "intent", **overrides: Any)
     return list(caught.value.problems)
 
 
-# ------------------------------------------------------------------------------------------------ what may be searched
-
-
 def test_ranges_of_whole_numbers_and_choices_of_all_kinds() -> None:
-    result = space.build_dimensions(
-        instance(
-            tune__space={
-                "train.global_batch_size": {"low": 16, "high": 128, "log": True},
-                "optim.warmup": {"low": 0, "high": 0.5},
-                "optim.name": ["radam", "adamw"],
-                "optim.max_grad_norm": [None, 1],
-                "optim.weight_decay": ["1e-2", 0],
-                "model.attention_dropout": [0.1, 0.0, 0.05],
-                "data.max_tokens": [64, 32],
-            }
-        )
-    )
-    assert result == (
-        Dimension(ROWS, 16, 128, log=True),
-        Dimension("optim.warmup", 0.0, 0.5),
-        Dimension("optim.name", choices=("radam", "adamw")),
-        Dimension("optim.max_grad_norm", choices=(None, 1.0)),
-        Dimension("optim.weight_decay", choices=(0.0, 0.01)),
-        Dimension("model.attention_dropout", choices=(0.0, 0.05, 0.1)),
-        Dimension("data.max_tokens", choices=(32, 64)),
-    )
+    searched: dict[str, Any] = {
+        ROWS: {"low": 16, "high": 128, "log": True},
+        "optim.warmup": {"low": 0, "high": 0.5},
+        "optim.name": ["radam", "adamw"],
+        "optim.max_grad_norm": [None, 1],
+        "optim.weight_decay": ["1e-2", 0],
+        "model.attention_dropout": [0.1, 0.0, 0.05],
+        "data.max_tokens": [64, 32],
+    }
+    result = space.build_dimensions(instance(tune__space=searched))
+    choices = (("radam", "adamw"), (None, 1.0), (0.0, 0.01), (0.0, 0.05, 0.1), (32, 64))
+    ranges = (Dimension(ROWS, 16, 128, log=True), Dimension("optim.warmup", 0.0, 0.5))
+    names = [*searched][2:]
+    assert result == (*ranges, *(Dimension(name, choices=of) for name, of in zip(names, choices, strict=True)))
     assert [item.is_integer for item in result] == [True, *[False] * 6]
     assert [item.is_ordered for item in result] == [True, True, False, False, True, True, True]
-    assert isinstance(result[0].low, int)
     assert isinstance(result[1].low, float)
     assert isinstance(result[3].choices[1], float)
 
 
+@pytest.mark.parametrize("points", [False, True])
 @pytest.mark.parametrize(
-    ("name", "code"),
+    "name",
     [
-        *((name, None) for name in ("optim.lrr", "lr")),  # no setting at all
-        *((name, "not_searchable") for name in ("serve.port", "tune.trials", "name", "distill.alpha")),
-        *((name, "not_searchable") for name in ("quantize.calibration_rows", "train.seed", "train.epochs")),
-        *((name, "not_searchable") for name in ("data.path", "data.valid_share", "augment.copies", "model.name")),
-        *((name, "not_searchable") for name in ("train.workers", "train.micro_batch_size")),
+        *("serve.port", "tune.trials", "name", "distill.alpha", "quantize.calibration_rows", "train.seed"),
+        *("train.epochs", "data.path", "data.valid_share", "augment.copies", "model.name", "train.workers"),
+        *("train.micro_batch_size", "lr", "optim.lrr"),  # the last two are no settings at all
     ],
 )
-def test_a_setting_that_no_trial_may_change_is_refused_by_name(name: str, code: str | None) -> None:
-    for result, location in (
-        (problems({name: [1, 2]}), f"tune.space.{name}"),
-        (
-            problems({"optim.lr": LR}, tune__points_to_evaluate=[{"optim.lr": 1e-4}, {name: 1}]),
-            f"tune.points_to_evaluate.1.{name}",
-        ),
-    ):
-        [problem] = result
-        assert problem.field == location
-        assert code is None or problem.code == code
+def test_a_setting_that_no_trial_may_change_is_refused_by_name(name: str, points: bool) -> None:
+    if points:
+        [problem] = problems({"optim.lr": LR}, tune__points_to_evaluate=[{"optim.lr": 1e-4}, {name: 1}])
+    else:
+        [problem] = problems({name: [1, 2]})
+    assert problem.field == (f"tune.points_to_evaluate.1.{name}" if points else f"tune.space.{name}")
+    assert (problem.code == "not_searchable") == (name not in ("lr", "optim.lrr"))
 
 
 def test_every_setting_is_searched_or_refused() -> None:
@@ -94,13 +78,13 @@ def test_every_setting_is_searched_or_refused() -> None:
         *("train.gradient_compression", "train.precision"),
     }
     every = {name for name in config.iter_setting_names() if name.startswith("optim.")}
-    assert every - accepted == {"optim.lr_reference_batch_size"}  # the search itself says that
-    for local_values in ({"optim__lr_scaling": "sqrt"}, {"optim__beta2_scaling": "rows"}):
-        assert not space.searchable_problems(
-            instance(**local_values, optim__lr_reference_batch_size=64), "optim.lr_reference_batch_size"
-        )
-    by_trial = instance(tune__space={"optim.lr_scaling": ["sqrt", "linear"]})
-    assert not space.searchable_problems(by_trial, "optim.lr_reference_batch_size")
+    assert every - accepted == {REFERENCE}  # the search itself sets that
+    for scales in (
+        {"optim__lr_scaling": "sqrt", "optim__lr_reference_batch_size": 64},
+        {"optim__beta2_scaling": "rows", "optim__lr_reference_batch_size": 64},
+        {"tune__space": {"optim.lr_scaling": ["sqrt", "linear"]}},
+    ):
+        assert not space.searchable_problems(instance(**scales), REFERENCE)
 
 
 @pytest.mark.parametrize(
@@ -136,24 +120,38 @@ def test_all_problems_are_told_at_once() -> None:
         {"optim.lrr": [1, 2], "optim.lr": {"low": 2, "high": 1}, "optim.name": ["sgd", "adamw"], "train.seed": [1, 2]},
         tune__points_to_evaluate=[{"optim.lr": 3}, {"train.epochs": 2, "optim.warmup": 0.5}],
     )
-    assert [problem.field for problem in result] == [
-        "tune.space.optim.lrr",
-        "tune.space.optim.lr",
-        "tune.space.optim.name",
-        "tune.space.train.seed",
-        "tune.points_to_evaluate.0",
-        "tune.points_to_evaluate.1.train.epochs",
-    ]
+    fields = ("space.optim.lrr", "space.optim.lr", "space.optim.name", "space.train.seed")
+    points = ("points_to_evaluate.0", "points_to_evaluate.1.train.epochs")
+    assert [problem.field for problem in result] == [f"tune.{name}" for name in (*fields, *points)]
 
 
-def test_a_grid_has_no_ranges() -> None:
-    [problem] = problems({"optim.lr": LR, K: [1, 2]}, tune__sampler="grid")
-    assert (problem.field, problem.code) == ("tune.space.optim.lr", "conflicting_settings")
-
-
-def test_the_rows_of_an_update_are_searched_in_one_way() -> None:
-    [problem] = problems({K: [1, 2], ROWS: [16, 32]})
-    assert (problem.field, problem.code) == ("tune.space", "conflicting_settings")
+@pytest.mark.parametrize(
+    ("searched", "recipe", "overrides", "expected"),
+    [
+        (
+            {"optim.lr": LR, K: [1, 2]},
+            "intent",
+            {"tune__sampler": "grid"},
+            ("tune.space.optim.lr", "conflicting_settings"),
+        ),
+        ({K: [1, 2], ROWS: [16, 32]}, "intent", {}, ("tune.space", "conflicting_settings")),
+        (
+            {"optim.lr": LR},
+            "intent",
+            {"tune__points_to_evaluate": [{K: 2, ROWS: 16}]},
+            ("tune.points_to_evaluate.0", None),
+        ),
+        ({"train.label_smoothing": [0.0, 0.1]}, "essay", {}, ("tune.space.train.label_smoothing", None)),
+        ({"data.max_tokens": [32, 64]}, "domain-adapt", {}, ("tune.space.data.max_tokens", "not_searchable")),
+        ({"model.pooling": ["own", "mean"]}, "entities", {}, ("tune.space.model.pooling", None)),
+    ],
+)
+def test_what_goes_with_no_other_setting_or_task_is_refused(
+    searched: dict[str, Any], recipe: str, overrides: dict[str, Any], expected: tuple[str, str | None]
+) -> None:
+    [problem] = problems(searched, recipe, **overrides)
+    assert problem.field == expected[0]
+    assert expected[1] in (None, problem.code)
 
 
 def test_combinations_that_cannot_be_are_found_although_each_value_can() -> None:
@@ -181,25 +179,13 @@ def test_whole_numbers_that_the_noise_cuts_to_one_are_that_one(sampler: str) -> 
     selection = instance(tune__space={K: {"low": 1, "high": 8}, "optim.lr": LR})
     cut = space.prune_by_noise(selection, space.build_dimensions(selection), noise_rows=8)
     assert cut[0] == Dimension(K, 1, 1)
-    messages = [
-        tune_sampler.Observation(point, 0.1 * number) for number, point in enumerate(points.halton(cut, 10, seed=0))
-    ]
+    points = enumerate(space.halton(cut, 10, seed=0))
+    messages = [tune_sampler.Observation(point, 0.1 * number) for number, point in points]
     for number in (1, 10):  # a quasi-random point, and a proposal of the sampler
         result = tune_sampler.propose(cut, messages[:number], number=number, seed=0, sampler=sampler, planned_trials=20)
         assert result is not None
         assert result[0][K] == 1
 
-
-def test_what_the_recipe_s_task_cannot_use_is_refused() -> None:
-    [problem] = problems({"train.label_smoothing": [0.0, 0.1]}, "essay")
-    assert problem.value == 0.1
-    [problem] = problems({"data.max_tokens": [32, 64]}, "domain-adapt")
-    assert problem.code == "not_searchable"
-    [problem] = problems({"model.pooling": ["own", "mean"]}, "entities")
-    assert problem.value == "mean"
-
-
-# -------------------------------------------------------------------------------------------------------------- points
 
 DIMENSIONS = (
     Dimension("lr", 5e-5, 1e-3, log=True),
@@ -212,7 +198,7 @@ DIMENSIONS = (
 
 
 @given(st.floats(0, 1))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_a_place_has_a_value_and_a_value_its_place(place: float) -> None:
     for element in DIMENSIONS:
         value = element.from_unit(place)
@@ -232,54 +218,42 @@ def test_what_is_outside_has_no_place() -> None:
 
 
 def test_a_spread_begins_like_a_longer_one_and_is_a_function_of_its_seed() -> None:
-    long = points.halton(DIMENSIONS, 40, 7)
-    assert points.halton(DIMENSIONS, 11, 7) == long[:11]
-    assert points.halton(DIMENSIONS, 40, 8) != long
-    assert points.halton((), 3, 0) == []
+    long = space.halton(DIMENSIONS, 40, 7)
+    assert space.halton(DIMENSIONS, 11, 7) == long[:11]
+    assert space.halton(DIMENSIONS, 40, 8) != long
+    assert space.halton((), 3, 0) == []
 
 
 def test_random_points_follow_the_seed_and_the_trial() -> None:
-    result = [points.random_point(DIMENSIONS, seed, number) for seed in range(3) for number in range(30)]
+    result = [next(space.random_points(DIMENSIONS, seed, number)) for seed in range(3) for number in range(30)]
     assert len({str(point) for point in result}) == 90
-    assert result[0] == points.random_point(DIMENSIONS, 0, 0)
+    assert result[0] == next(space.random_points(DIMENSIONS, 0, 0))
     assert {point["k"] for point in result} == {1, 2, 4, 8}
     halves = [place < 0.5 for point in result if (place := DIMENSIONS[0].to_unit(point["lr"])) is not None]
     assert 30 <= sum(halves) <= 60
 
 
 def test_a_grid_has_all_points_once() -> None:
-    result = list(points.list_grid(DIMENSIONS[3:]))
+    result = list(space.iter_grid(DIMENSIONS[3:]))
     assert len(result) == len({str(point) for point in result}) == 4 * 4 * 3
     assert result[:2] == [{"layers": 2, "k": 1, "name": "a"}, {"layers": 2, "k": 1, "name": None}]
-    assert points.is_finite(DIMENSIONS[2:])
-    assert not points.is_finite(DIMENSIONS)
+    assert space.is_finite(DIMENSIONS[2:])
+    assert not space.is_finite(DIMENSIONS)
     with pytest.raises(ValueError, match="warmup"):
-        list(points.list_grid(DIMENSIONS[1:]))
-
-
-# ------------------------------------------------------------------------------------------------- trial settings
-
-
-def overrides(point: dict[str, Any], **selection: Any) -> dict[str, Any]:
-    return space.trial_overrides(instance(**selection), point)
+        list(space.iter_grid(DIMENSIONS[1:]))
 
 
 def test_a_learning_rate_is_carried_to_the_rows_of_the_trial() -> None:
     """The recipe has 64 rows an update: k = 1 has 16, where the square root of a quarter is a half."""
     base = instance()
-    changed = space.trial_overrides(base, {"optim.lr": 2e-4, K: 1})
-    assert changed == {
-        "optim.lr": 2e-4,
-        K: 1,
-        ROWS: None,
-        "optim.lr_scaling": "sqrt",
-        "optim.lr_reference_batch_size": 64,
-        "optim.beta2_scaling": "rows",
-    }
-    recipe = config.with_overrides(base, changed).recipe
+    recipe = config.with_overrides(base, space.trial_overrides(base, {"optim.lr": 2e-4, K: 1})).recipe
     assert recipe.global_batch_size == 16
     assert recipe.peak_lr == pytest.approx(1e-4, rel=1e-12)
     assert recipe.beta2 == pytest.approx(0.999**0.25, rel=1e-12)
+
+
+SQRT = {"optim.lr_scaling": "sqrt", "optim.beta2_scaling": "rows"}
+LINEAR = {"optim.lr_scaling": "linear", REFERENCE: 64}
 
 
 @pytest.mark.parametrize(
@@ -288,45 +262,20 @@ def test_a_learning_rate_is_carried_to_the_rows_of_the_trial() -> None:
         ({"optim.lr": 2e-4}, {}, {}),
         ({K: 4}, {}, {ROWS: None}),  # as many rows as the recipe
         ({ROWS: 64}, {}, {K: None}),
-        (
-            {ROWS: 32},
-            {},
-            {K: None, "optim.lr_scaling": "sqrt", "optim.lr_reference_batch_size": 64, "optim.beta2_scaling": "rows"},
-        ),
-        (
-            {K: 2},
-            {"tune__lr_scaling": "linear"},
-            {ROWS: None, "optim.lr_scaling": "linear", "optim.lr_reference_batch_size": 64},
-        ),
+        ({ROWS: 32}, {}, {K: None, **SQRT, REFERENCE: 64}),
+        ({K: 2}, {"tune__lr_scaling": "linear"}, {ROWS: None, **LINEAR}),
         ({K: 2}, {"tune__lr_scaling": "none"}, {ROWS: None}),
-        (
-            {K: 2},
-            {"optim__lr_scaling": "linear", "optim__lr_reference_batch_size": 16},
-            {ROWS: None},
-        ),  # the recipe's own stays
-        (
-            {K: 2},
-            {"optim__lr_reference_batch_size": 16},
-            {
-                ROWS: None,
-                "optim.lr_scaling": "sqrt",
-                "optim.lr_reference_batch_size": 16,
-                "optim.beta2_scaling": "rows",
-            },
-        ),
-        ({K: 2, "optim.lr_scaling": "none"}, {}, {ROWS: None}),  # so does the point's own
-        ({K: 2, "optim.lr_scaling": "linear"}, {}, {ROWS: None, "optim.lr_reference_batch_size": 64}),
+        # The recipe's own scaling stays, and so does the point's.
+        ({K: 2}, {"optim__lr_scaling": "linear", "optim__lr_reference_batch_size": 16}, {ROWS: None}),
+        ({K: 2}, {"optim__lr_reference_batch_size": 16}, {ROWS: None, **SQRT, REFERENCE: 16}),
+        ({K: 2, "optim.lr_scaling": "none"}, {}, {ROWS: None}),
+        ({K: 2, "optim.lr_scaling": "linear"}, {}, {ROWS: None, REFERENCE: 64}),
     ],
 )
 def test_what_a_point_brings_with_it(
     point: dict[str, Any], selection: dict[str, Any], expected: dict[str, Any]
 ) -> None:
-    assert overrides(point, **selection) == {**point, **expected}
-
-
-def test_a_point_that_sets_the_rows_twice_is_an_error() -> None:
-    [problem] = problems({"optim.lr": LR}, tune__points_to_evaluate=[{K: 2, ROWS: 16}])
-    assert problem.field == "tune.points_to_evaluate.0"
+    assert space.trial_overrides(instance(**selection), point) == {**point, **expected}
 
 
 def test_the_recipe_is_known_by_what_its_settings_come_to() -> None:
@@ -352,7 +301,7 @@ def test_the_recipe_is_known_by_what_its_settings_come_to() -> None:
 def test_a_trial_stands_where_it_was_asked_for(selection: dict[str, Any]) -> None:
     base = config.load_config("intent", selection)
     dimensions = space.build_dimensions(base)
-    for point in points.halton(dimensions, 12, 5):
+    for point in space.halton(dimensions, 12, 5):
         assert space.locate_point(base, dimensions, space.trial_overrides(base, point)) == point
     assert space.locate_point(base, dimensions, {}) == {"optim.lr": 3e-4, K: 4}
 
@@ -391,20 +340,22 @@ def searched() -> tuple[Config, tuple[Dimension, ...]]:
 
 
 @given(st.integers(0, 2**63 - 1), st.integers(0, 1000))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_every_point_is_a_configuration_and_comes_back_from_it(seed: int, number: int) -> None:
     base, dimensions = searched()
-    for point in (points.random_point(dimensions, seed, number), *points.halton(dimensions, 2, seed)):
+    for point in (next(space.random_points(dimensions, seed, number)), *space.halton(dimensions, 2, seed)):
         result = space.locate_point(base, dimensions, space.trial_overrides(base, point))
         assert result is not None
-        assert points.same_point(result, point)
+        assert space.same_point(result, point)
 
 
-@pytest.mark.parametrize("choices", [[1, 16], ["1", "16"], ["1.0", 16]])
-def test_trials_are_evaluated_after_equal_rows_however_their_frequencies_are_written(choices: list[Any]) -> None:
-    selection = instance(train__evaluate_every=10, tune__space={K: choices})
-    assert space.evaluation_interval_rows(selection) == space.evaluation_interval_rows(
-        instance(train__evaluate_every=10, tune__space={K: [1, 16]})
-    )
-    points = instance(train__evaluate_every=10, tune__space={"optim.lr": LR}, tune__points_to_evaluate=[{K: "16.0"}])
-    assert space.evaluation_interval_rows(points) == space.evaluation_interval_rows(selection)
+@pytest.mark.parametrize(
+    "searched",
+    [
+        *({"tune__space": {K: choices}} for choices in (["1", "16"], ["1.0", 16])),
+        {"tune__space": {"optim.lr": LR}, "tune__points_to_evaluate": [{K: "16.0"}]},
+    ],
+)
+def test_trials_are_evaluated_after_equal_rows_however_their_frequencies_are_written(searched: dict[str, Any]) -> None:
+    numbers, other = (instance(train__evaluate_every=10, **some) for some in ({"tune__space": {K: [1, 16]}}, searched))
+    assert space.evaluation_interval_rows(other) == space.evaluation_interval_rows(numbers)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from rtrain.core.ragged import Head, RaggedArray
+from rtrain.metrics.bootstrap import Floats, make_mean_metric
 from rtrain.metrics.registry import get_metric
-from rtrain.metrics.sums import Floats, make_mean_metric
 from tests.support.histories import Event, created, finished, rung_result
 from tune.difference_ci import HoldoutScores, row_std
 from tune.history import replay_journal
-from tune.objective import final_seed_std, first_rung_seed_std
+from tune.successive_halving import final_seed_std, first_rung_seed_std
 
 DRAW = np.random.default_rng(0)
 ROWS = 150

@@ -10,8 +10,9 @@ import pytest
 
 from tests.support.histories import configured, make_search
 from tests.unit.tune.test_budget import started
+from tune import search
 from tune.history import History, Trial, find_trial
-from tune.search_policy import SearchPolicy
+from tune.sampler import SearchPolicy
 from tune.successive_halving import RungSchedule, TrainTo
 
 FULL = 1000
@@ -22,12 +23,18 @@ BASE: Mapping[str, Any] = {"tune.sampler": "tpe", "train.seed": 0}
 """Its proposals take a tenth of the time of the Gaussian process's."""
 
 
-def searched(folder: Path, score: Scores, luck: float | None = 0.0, **overrides: Any) -> History:
-    """A search until the two best are left; `luck` is the standard deviation of a score over rows."""
-    config = configured(folder, **{**BASE, **overrides})
-    item = started(make_search(folder, [], **{**BASE, **overrides}), config)
+def begun(folder: Path, overrides: Mapping[str, Any]) -> search.SearchAttempt:
+    """A search with trial 0."""
+    config = configured(folder, **overrides)
+    item = started(make_search(folder, [], **overrides), config)
     item.schedule, item.policy, item.folds = LADDER, SearchPolicy.from_config(config, LADDER), 1
     item.create_trial({}, "recipe")
+    return item
+
+
+def searched(folder: Path, score: Scores, luck: float | None = 0.0, **overrides: Any) -> History:
+    """A search until the two best are left; `luck` is the standard deviation of a score over rows."""
+    item = begun(folder, {**BASE, **overrides})
     while result := item.next_halving(set(), True):
         go = result[0]
         trial = find_trial(item.history.trials, go.trial)
@@ -117,16 +124,13 @@ def test_the_points_of_the_user_are_tried_before_it_is_asked(tmp_path: Path) -> 
 
 
 def test_with_several_slots_a_look_waits_until_all_trials_are_there(tmp_path: Path) -> None:
-    config = configured(tmp_path, **BASE)
-    item = started(make_search(tmp_path, [], **BASE), config)
-    item.schedule, item.policy, item.folds = LADDER, SearchPolicy.from_config(config, LADDER), 1
-    item.create_trial({}, "recipe")
-    arguments = set[TrainTo]()
-    for _ in range(7):
-        [go] = [go for go in item.next_halving(arguments, True) or [] if go not in arguments]
-        arguments.add(go)
-    [go] = [go for go in item.next_halving(arguments, True) or [] if go not in arguments]
-    arguments.add(go)
+    item, assigned = begun(tmp_path, BASE), set[TrainTo]()
+
+    def new_work() -> set[TrainTo]:
+        return set(item.next_halving(assigned, True) or []) - assigned
+
+    for _ in range(8):
+        assigned |= new_work()
     assert len(item.history.original_trials) == 8
-    assert [go for go in item.next_halving(arguments, True) or [] if go not in arguments] == []
+    assert new_work() == set()
     assert len(item.history.trials) == 8

@@ -21,10 +21,9 @@ from tests.support.reports import Page, make_run
 from tests.support.trained import ROWS, settings
 from tune import study, trainable
 from tune.history import read_journal, replay_journal
-from tune.report import study_table
-from tune.report.study_table import CellResult, StudyCell
+from tune.study import CellResult, StudyCell
 
-RECIPE = "aggregation-study"
+RECIPE, K = "aggregation-study", "train.aggregation_frequency"
 ENOUGH = 7000
 """Rows; with 5 epochs, 100 passes of 2 x 8 rows make 25 updates of them."""
 
@@ -38,9 +37,6 @@ def rows_of(table: str, title: str) -> dict[str, list[str]]:
     part = next(part for part in table.split("\n\n") if part.startswith(f"| {title}"))
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in part.splitlines()]
     return {line[0]: line[1:] for line in lines if not line[0].startswith("---")}
-
-
-# ----------------------------------------------------------------------------------------------------------------- plan
 
 
 def test_the_published_study_takes_eleven_runs_for_its_twelve_cells() -> None:
@@ -72,7 +68,7 @@ def test_each_run_has_its_optimizer_its_passes_and_its_rate(name: str) -> None:
     ("initial", "requested_settings"),
     [
         ("aggregation", {"train.workers": 4}),
-        ("aggregation", {"tune.space": {study.FREQUENCY_SETTING: [1, 2]}}),
+        ("aggregation", {"tune.space": {K: [1, 2]}}),
         ("aggregation", {"tune.study": None}),
         (None, {"tune.study": "aggregation"}),
     ],
@@ -115,7 +111,7 @@ def test_a_search_or_a_study_whose_disk_becomes_full_ends_with_the_reason_and_75
 
 
 def test_a_space_of_one_s_own_names_the_frequencies() -> None:
-    outcome = study.plan_study(recipe(**{"tune.space": {study.FREQUENCY_SETTING: [8, 1]}}), ENOUGH)
+    outcome = study.plan_study(recipe(**{"tune.space": {K: [8, 1]}}), ENOUGH)
     assert [cell.frequency for cell in outcome.cells] == [1, 8] * 3
 
 
@@ -140,25 +136,28 @@ def test_rows_that_leave_nothing_to_compare_are_refused() -> None:
     assert refused.value.code == "too_few_rows"
 
 
-def test_what_contradicts_a_study_is_refused_at_once() -> None:
+@pytest.mark.parametrize(
+    ("overrides", "refused"),
+    [
+        (
+            {"data.valid_share": 0, "tune.space": {K: [2, 4]}},
+            [("data.valid_share", "no_rows"), ("tune.space", "missing")],
+        ),
+        *(
+            ({"tune.space": {K: values}}, [(f"tune.space.{K}", "wrong_type")])
+            for values in ([1, 1.5, 2], [1, "two"], [1, 0], [1, 2, 2], {"low": 1, "high": 8})
+        ),
+        ({"tune.space": {K: [1, 2], "optim.lr": [1e-4, 1e-3]}}, [("tune.space.optim.lr", "not_searchable")]),
+        ({"optim.lr": 0.02}, None),  # 100 times 0.02 is no learning rate
+    ],
+)
+def test_what_contradicts_a_study_is_refused_at_once(
+    overrides: dict[str, Any], refused: list[tuple[str, str]] | None
+) -> None:
     with pytest.raises(ConfigError) as caught:
-        study.plan_study(recipe(**{"data.valid_share": 0, "tune.space": {study.FREQUENCY_SETTING: [2, 4]}}), ENOUGH)
-    assert [problem.field for problem in caught.value.problems] == ["data.valid_share", "tune.space"]
-    for values in ([1, 1.5, 2], [1, "two"], [1, 0], [1, 2, 2], {"low": 1, "high": 8}):
-        with pytest.raises(ConfigError) as caught:
-            study.check_study(recipe(**{"tune.space": {study.FREQUENCY_SETTING: values}}))
-        [problem] = caught.value.problems
-        assert (problem.field, problem.code) == (f"tune.space.{study.FREQUENCY_SETTING}", "wrong_type")
-    with pytest.raises(ConfigError) as caught:
-        study.check_study(recipe(**{"tune.space": {study.FREQUENCY_SETTING: [1, 2], "optim.lr": [1e-4, 1e-3]}}))
-    assert [(problem.field, problem.code) for problem in caught.value.problems] == [
-        ("tune.space.optim.lr", "not_searchable")
-    ]
-    with pytest.raises(ConfigError):  # 100 times 0.02 is no learning rate
-        study.plan_study(recipe(**{"optim.lr": 0.02}), ENOUGH)
+        study.plan_study(recipe(**overrides), ENOUGH)
+    assert refused in (None, [(problem.field, problem.code) for problem in caught.value.problems])
 
-
-# ---------------------------------------------------------------------------------------------------------------- table
 
 # 1,000 updates of 0.1 s each and exchanges of 0.05 s beside; with k = 10, a tenth of the exchanges.
 FIRST = CellResult("AdamW", 1, 0.9, 150.0, 1000, 0.05, 10_000_000, 2)
@@ -166,69 +165,38 @@ TENTH = replace(FIRST, frequency=10, score=0.89, seconds=105.0, steps=100)
 
 
 def test_a_table_tells_what_fewer_exchanges_save_and_cost() -> None:
-    outcome = study_table.build_study_table([FIRST, TENTH], "accuracy")
-    assert rows_of(outcome.to_markdown, "accuracy on the test rows") == {
-        "accuracy on the test rows": ["k = 1", "k = 10"],
-        "AdamW": ["0.9000", "0.8900"],
-    }
-    assert rows_of(outcome.to_markdown, "score loss")["AdamW"] == ["+0.0000", "+0.0100"]
-    assert rows_of(outcome.to_markdown, "seconds of training here")["AdamW"] == ["150.0", "105.0"]
-    assert rows_of(outcome.to_markdown, "share in gradient synchronization")["AdamW"] == ["33.3%", "4.8%"]
-    assert rows_of(outcome.to_markdown, "time saved")["AdamW"] == ["0.0%", "30.0%"]
-
-
-def test_times_over_a_link_are_those_of_the_gradient_s_bytes() -> None:
     # Each of two workers sends the whole gradient once: 80 million bits take 0.08 s over 1 Gbit/s.
-    assert study_table.predict_sync_seconds(10_000_000, 2, 1e9) == pytest.approx(0.08)
-    assert study_table.predict_sync_seconds(10_000_000, 4, 1e9) == pytest.approx(0.12)
-    assert study_table.predict_sync_seconds(10_000_000, 1, 1e9) == 0.0
-    outcome = study_table.build_study_table([FIRST, TENTH], "accuracy")
-    assert rows_of(outcome.to_markdown, "seconds over 1 Gbit/s, predicted")["AdamW"] == ["180.0 (0%)", "108.0 (40%)"]
-
-
-def test_times_over_a_network_that_was_measured_stand_beside() -> None:
-    outcome = study_table.load_study_table(
-        study_table.build_study_table([FIRST, TENTH], "accuracy", {100: "few"}).document, {"a link": 0.45}
-    )
-    assert rows_of(outcome.to_markdown, "seconds over a link, measured")["AdamW"] == ["550.0 (0%)", "145.0 (74%)"]
-    assert outcome.document["networks"]["a link"]["results"][1]["saved_share"] == pytest.approx(1 - 145 / 550)
-    assert "k = 100 is skipped: few." in outcome.to_markdown
-
-
-def test_networks_that_were_measured_stay_in_the_study(tmp_path: Path) -> None:
-    first = study_table.load_study_table(
-        study_table.build_study_table([FIRST, TENTH], "accuracy").document, {"sockets": 0.01}
-    )
-    second = study_table.load_study_table(first.document, {"a link": 0.45})
-    assert study_table.measured_networks(second.document) == {"sockets": 0.01, "a link": 0.45}
-    assert study_table.measured_networks(study_table.load_study_table(second.document).document) == {
-        "sockets": 0.01,
-        "a link": 0.45,
-    }
-    assert [part.title for part in second.figures[-2:]] == [
-        "seconds over sockets, measured (saved)",
-        "seconds over a link, measured (saved)",
-    ]
+    assert study.predict_sync_seconds(10_000_000, 2, 1e9) == pytest.approx(0.08)
+    assert study.predict_sync_seconds(10_000_000, 4, 1e9) == pytest.approx(0.12)
+    assert study.predict_sync_seconds(10_000_000, 1, 1e9) == 0.0
+    text = study.build_study_table([FIRST, TENTH], "accuracy", {100: "few"}).to_markdown
+    assert rows_of(text, "accuracy on the test rows")["accuracy on the test rows"] == ["k = 1", "k = 10"]
+    for title, cells in (
+        ("accuracy on the test rows", ["0.9000", "0.8900"]),
+        ("score loss", ["+0.0000", "+0.0100"]),
+        ("seconds of training here", ["150.0", "105.0"]),
+        ("share in gradient synchronization", ["33.3%", "4.8%"]),
+        ("time saved", ["0.0%", "30.0%"]),
+        ("seconds over 1 Gbit/s, predicted", ["180.0 (0%)", "108.0 (40%)"]),
+    ):
+        assert rows_of(text, title)["AdamW"] == cells
+    assert "k = 100 is skipped: few." in text
 
 
 def test_a_run_that_failed_is_told_with_its_error(tmp_path: Path) -> None:
     run = Run(make_run(tmp_path, trained=False))
     run.append_event("failed", error="the gradient is not finite: lower optim.lr\n  trace")
-    failed = study_table.read_cell_result(StudyCell("AdamW", 100, 3), run)
+    failed = study.read_cell_result(StudyCell("AdamW", 100, 3), run)
     assert failed == CellResult("AdamW", 100, error="the gradient is not finite: lower optim.lr")
-    outcome = study_table.build_study_table([FIRST, failed], "accuracy").to_markdown
+    outcome = study.build_study_table([FIRST, failed], "accuracy").to_markdown
     assert rows_of(outcome, "accuracy")["AdamW"] == ["0.9000", "failed"]
-    assert "AdamW, k = 100: the gradient is not finite: lower optim.lr" in outcome
-
-
-# ----------------------------------------------------------------------------------------------------------------- page
 
 
 def test_the_page_of_a_study_has_its_table_its_finding_and_each_training(tmp_path: Path) -> None:
     failed = CellResult("AdamW", 100, error="the gradient is not finite")
-    document = study_table.build_study_table([FIRST, TENTH, failed], "accuracy", {200: "3 updates"}).document
+    document = study.build_study_table([FIRST, TENTH, failed], "accuracy", {200: "3 updates"}).document
     (instance := Run(tmp_path)).study_table.write_text(json.dumps(document))
-    shown = Page(study_table.write_study_page(instance).read_text())
+    shown = Page(study.write_study_page(instance).read_text())
     assert "AdamW with k = 10 takes 30% less time than with k = 1, for -0.0100 of accuracy." in shown.text
     for messages in ("k = 200 is skipped: 3 updates", "AdamW, k = 100: the gradient is not finite", "0.8900", "failed"):
         assert messages in shown.text
@@ -242,33 +210,23 @@ def test_the_page_of_a_study_has_its_table_its_finding_and_each_training(tmp_pat
 @pytest.mark.parametrize("lost", [0.02, None])
 def test_a_study_in_which_nothing_pays_says_so(tmp_path: Path, lost: float | None) -> None:
     other = CellResult("AdamW", 10, error="failed") if lost is None else replace(TENTH, score=0.9 - lost)
-    document = study_table.build_study_table([FIRST, other], "accuracy").document
-    outcome = study_table.summarize_finding("accuracy", [item for item in document["results"] if item["error"] is None])
+    document = study.build_study_table([FIRST, other], "accuracy").document
+    outcome = study.summarize_finding("accuracy", [item for item in document["results"] if item["error"] is None])
     assert outcome.startswith("No frequency")
 
 
 def test_a_study_that_has_not_ended_has_no_page_and_names_what_goes_on(tmp_path: Path) -> None:
     with pytest.raises(UserError) as refused:
-        study_table.write_study_page(Run(tmp_path))
+        study.write_study_page(Run(tmp_path))
     assert refused.value.code == "not_finished"
-
-
-# ------------------------------------------------------------------------------------------------------------ real runs
 
 
 @pytest.mark.ray
 @pytest.mark.slow
 def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges_cost(ray_session: Path) -> None:
     folder = ray_session / "study"
-    selection = settings(
-        folder,
-        **{"train.global_batch_size": None, "train.epochs": 2, "train.micro_batch_size": 4},
-        **{
-            "train.aggregation_frequency": 2,
-            "tune.study": "aggregation",
-            "tune.space": {study.FREQUENCY_SETTING: [1, 4, 50]},
-        },
-    )
+    training = {"train.global_batch_size": None, "train.epochs": 2, "train.micro_batch_size": 4, K: 2}
+    selection = settings(folder, **training, **{"tune.study": "aggregation", "tune.space": {K: [1, 4, 50]}})
     heard: list[dict[str, Any]] = []
     outcome = study.run_study(selection, folder / "made", on_event=heard.append)
     results = outcome.table.document["results"]
@@ -295,7 +253,7 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
     first, fourth = results[:2]
     assert first["steps"] > 3 * fourth["steps"]
     assert (
-        study_table.load_study_table(json.loads(outcome.study.study_table.read_text())).to_markdown
+        study.load_study_table(json.loads(outcome.study.study_table.read_text())).to_markdown
         == outcome.table.to_markdown
     )
     assert {event.get("trial") for event in heard if event["kind"] == "progress"} == set(range(5))
@@ -306,7 +264,7 @@ def test_a_study_trains_its_runs_and_tells_their_scores_and_what_their_exchanges
     repeat = study.run_study(config.load_config(str(outcome.study.config)), folder / "made", "resume")
     assert repeat.table.document == outcome.table.document
     assert outcome.study.trials.read_bytes() == before
-    other = config.with_overrides(selection, {"tune.space": {study.FREQUENCY_SETTING: [1, 2, 4]}})
+    other = config.with_overrides(selection, {"tune.space": {K: [1, 2, 4]}})
     with pytest.raises(ConfigError) as caught:
         study.run_study(other, folder / "made", "resume")
     assert [(problem.field, problem.code) for problem in caught.value.problems] == [("tune.space", "changed_setting")]

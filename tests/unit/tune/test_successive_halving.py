@@ -1,6 +1,5 @@
 """Successive halving: rungs, their cost, promotions; and the ranking of trials."""
 
-import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -9,10 +8,10 @@ import pytest
 from hypothesis import given, strategies as st
 
 from tune.history import History, replay_journal
-from tune.objective import Objective
 from tune.successive_halving import (
     FINALISTS,
     MAX_TRIALS,
+    Objective,
     RungSchedule,
     TrainTo,
     exact_trial_counts,
@@ -34,11 +33,17 @@ def search(ladder: RungSchedule, scores: list[float], aim: Objective = SCORE) ->
         history = history.with_event({"kind": "rung_result", "trial": go.trial, **rung_result})
 
 
-def test_rungs_double_up_to_a_full_run() -> None:
-    assert RungSchedule.from_first_rung(0.2, 1000).rungs == (200, 400, 800)
-    assert RungSchedule.from_first_rung(0.125, 1000).rungs == (125, 250, 500)
-    assert RungSchedule.from_first_rung(1.0, 1000).rungs == (1000,)
-    assert RungSchedule.from_first_rung(0.0001, 10).rungs == (1, 2, 4, 8)
+@pytest.mark.parametrize(
+    ("first", "full", "rungs"),
+    [
+        (0.2, 1000, (200, 400, 800)),
+        (0.125, 1000, (125, 250, 500)),
+        (1.0, 1000, (1000,)),
+        (0.0001, 10, (1, 2, 4, 8)),
+    ],
+)
+def test_rungs_double_up_to_a_full_run(first: float, full: int, rungs: tuple[int, ...]) -> None:
+    assert RungSchedule.from_first_rung(first, full).rungs == rungs
 
 
 @given(st.integers(1, 40), st.floats(0.01, 1.0), st.integers(10, 100_000))
@@ -59,41 +64,35 @@ def test_as_many_trials_as_the_budget_pays_for(first: float, full_runs: int) -> 
 
 
 def test_the_budget_of_eight_full_runs() -> None:
-    """20 trials reach a fifth, 10 two fifths, 5 four fifths."""
+    """20 trials reach a fifth, 10 two fifths, 5 four fifths; eight trials cost much less than ten."""
     ladder = RungSchedule.from_first_rung(0.2, 1000)
-    assert (ladder.max_trials(8000), ladder.total_rows(20)) == (20, 8000)
+    assert (ladder.max_trials(8000), ladder.total_rows(20), exact_trial_counts(18)) == (20, 8000, (8, 16))
+    assert (ladder.total_rows(8), ladder.total_rows(10)) == (2400, 4200)
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
 def test_the_best_are_left_and_no_trial_goes_on_before_all_have_come_to_its_rung(scores: list[int]) -> None:
-    ladder = RungSchedule.from_first_rung(0.1, 1000)
-    left, sizes = len(scores), dict[int, int]()
-    history = History()
-    for go, history in search(ladder, [float(score) for score in scores]):
-        assert go.rung is not None
-        sizes[go.rung] = sizes.get(go.rung, 0) + 1
-        if go.rung and go.rung - 1 in sizes:
-            target_ = [trial for trial in history.trials if len(trial.rung_results) >= go.rung]
-            assert len(target_) == sizes[go.rung - 1]
+    sizes, history = dict[int, int](), History()
+    for go, history in search(RungSchedule.from_first_rung(0.1, 1000), [float(score) for score in scores]):
+        rung = go.rung or 0
+        sizes[rung] = sizes.get(rung, 0) + 1
+        if rung:
+            assert sum(len(trial.rung_results) >= rung for trial in history.trials) == sizes[rung - 1]
+    left = len(scores)
     for rung in sorted(sizes):
         assert sizes[rung] == left
         left = num_survivors(left)
     if len(scores) > FINALISTS:
-        deepest = max(sizes)
-        ends = [trial for trial in history.trials if len(trial.rung_results) >= deepest]
-        assert max(scores) in [scores[trial.number] for trial in ends]
+        ends = [trial.number for trial in history.trials if len(trial.rung_results) >= max(sizes)]
+        assert max(scores) in [scores[number] for number in ends]
 
 
 def test_failed_and_diverged_trials_take_no_part() -> None:
-    ladder = RungSchedule.from_first_rung(0.5, 100)
-    history = replay_journal([{"kind": "created", "trial": number} for number in range(5)])
-    history = history.with_event({"kind": "failed", "trial": 1, "error": "no", "seconds": 1.0})
-    history = history.with_event({"kind": "diverged", "trial": 3, "reason": "loss", "seconds": 1.0})
-    assert next_promotions(history, ladder, SCORE, accepts_trials=False) == [
-        TrainTo(0, 0),
-        TrainTo(2, 0),
-        TrainTo(4, 0),
-    ]
+    events = [{"kind": "created", "trial": number} for number in range(5)]
+    events.append({"kind": "failed", "trial": 1, "error": "no", "seconds": 1.0})
+    events.append({"kind": "diverged", "trial": 3, "reason": "loss", "seconds": 1.0})
+    ladder, expected = RungSchedule.from_first_rung(0.5, 100), [TrainTo(number, 0) for number in (0, 2, 4)]
+    assert next_promotions(replay_journal(events), ladder, SCORE, accepts_trials=False) == expected
 
 
 def test_nobody_goes_on_while_trials_are_asked_for() -> None:
@@ -121,14 +120,6 @@ def test_further_trials_are_thought_over_where_the_halving_wastes_nothing(planne
     assert planned < 4 or planned / 4 < exact_trial_counts(planned)[0] <= planned / 2
 
 
-def test_eight_trials_cost_much_less_than_ten() -> None:
-    ladder = RungSchedule.from_first_rung(0.2, 1000)
-    assert (ladder.total_rows(8), ladder.total_rows(10), exact_trial_counts(18)) == (2400, 4200, (8, 16))
-
-
-# -------------------------------------------------------------------------------------------------------------- aims
-
-
 def at_first_rung(*figures: tuple[float, float, float | None]) -> History:
     """Trials by (score, seconds, loss)."""
     history = replay_journal({"kind": "created", "trial": number} for number in range(len(figures)))
@@ -152,26 +143,20 @@ def test_which_trial_is_the_better_one(aim: Objective, order: list[int]) -> None
     assert [trial.number for trial in aim.rank(at_first_rung(*figures).trials, 0)] == order
 
 
-def test_figures_that_are_no_numbers_end_the_ranking_too() -> None:
-    history = at_first_rung((float("nan"), 1.0, None), (float("nan"), 2.0, None), (0.5, 1.0, None))
-    assert sorted(trial.number for trial in Objective("pareto").rank(history.trials, 0)) == [0, 1, 2]
-
-
-@pytest.mark.parametrize("scores", list(itertools.permutations([0.5, math.nan, 0.9, math.nan, 0.6])))
-def test_a_score_that_is_no_number_is_behind_all_others(scores: tuple[float, ...]) -> None:
-    ranked = Objective().rank(at_first_rung(*((score, 1.0, math.nan) for score in scores)).trials, 0)
+@given(st.permutations([0.5, math.nan, 0.9, math.nan, 0.6]))
+def test_a_score_that_is_no_number_is_behind_all_others(scores: list[float]) -> None:
+    history = at_first_rung(*((score, 1.0, math.nan) for score in scores))
+    ranked = Objective().rank(history.trials, 0)
     assert [scores[trial.number] for trial in ranked[:3]] == [0.9, 0.6, 0.5]
+    assert len(Objective("pareto").rank(history.trials, 0)) == 5
 
 
 def test_the_sampler_is_told_what_is_searched_for() -> None:
     trial = at_first_rung((0.5, 3.0, None)).trials[0]
     [item] = trial.rung_results
-    assert (Objective().sampler_value(trial, item), Objective("pareto").sampler_value(trial, item)) == (
-        0.5,
-        (0.5, -3.0),
-    )
-    priced = replace(trial, cost=17.5)
-    assert Objective("pareto", cost="bytes").sampler_value(priced, item) == (0.5, -17.5)
+    assert Objective().sampler_value(trial, item) == 0.5
+    assert Objective("pareto").sampler_value(trial, item) == (0.5, -3.0)
+    assert Objective("pareto", cost="bytes").sampler_value(replace(trial, cost=17.5), item) == (0.5, -17.5)
 
 
 def test_the_front_is_by_what_a_model_costs_where_that_is_asked_for() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from rtrain.config import TuneConfig
-from rtrain.report.live.progress import ProgressLine
+from rtrain.report.progress import ProgressLine
 from tests.support.histories import Event, created, finished, history, rung_result
 from tune.history import History, replay_journal
 from tune.report import table
@@ -38,9 +38,8 @@ def test_the_table() -> None:
     assert "ValueError: no more" in table.format_table(state, "accuracy", TUNE)
     assert table.format_table(History(), "accuracy", TUNE)
     error = replay_journal([created(0, by="recipe"), rung_result(0, 0, -1.5)])
-    assert (
-        table.table_cells(error, error.original_trials, "neg_rmse", TUNE)[1][3] == "1.5000"
-    )  # of the negative of an error, the error
+    # Of the negative of an error, the error is shown.
+    assert table.table_cells(error, error.original_trials, "neg_rmse", TUNE)[1][3] == "1.5000"
 
 
 def test_of_many_trials_the_best_and_trial_0_are_in_the_table() -> None:
@@ -74,33 +73,28 @@ def test_the_line_of_an_event(event: Event, words: list[str]) -> None:
 
 
 def test_a_trial_has_its_place_among_those_that_came_as_far() -> None:
-    state = [
-        created(0, by="recipe"),
-        created(1),
-        created(2),
-        rung_result(0, 0, -2.0),
-        rung_result(1, 0, -1.0),
-        rung_result(2, 0, -1.5),
-    ]
+    state = [*map(created, range(3)), *(rung_result(number, 0, -score) for number, score in enumerate((2, 1, 1.5)))]
     messages = table.format_event({**state[-1], "what": "rung_result"}, replay_journal(state), "neg_rmse", TUNE)
     assert "RMSE 1.5000" in messages
     assert "place 2 of 3" in messages
 
 
-def test_the_best_so_far_is_that_of_the_deepest_rung_and_rows_are_a_share_of_the_budget() -> None:
-    first = [created(0, by="recipe"), created(1), rung_result(0, 0, 0.8), rung_result(1, 0, 0.9)]
-    # A full run is 1,280 / 0.2 = 6,400 rows, the budget 8 of them: two first rungs are 2,560 of 51,200 rows.
-    standing = table.progress_line(replay_journal(first), "accuracy", TuneConfig())
-    assert all(words in standing for words in ("first rung: 2", "best accuracy 0.9000", "trial 1", "5 % of the rows"))
-    further = replay_journal([*first, rung_result(0, 1, 0.85)])
-    assert "best accuracy 0.8500 (rung 2, trial 0)" in table.progress_line(further, "accuracy", TuneConfig())
-    ended = replay_journal([*first, finished(0, 0.7)])
-    assert "best accuracy 0.7000 (holdout, trial 0)" in table.progress_line(
-        ended, "accuracy", TuneConfig(budget_rows=1280)
-    )
-    assert table.progress_line(replay_journal(first), "accuracy", TuneConfig(budget_rows=5120)).endswith(
-        "50 % of the rows"
-    )
+@pytest.mark.parametrize(
+    ("further", "settings", "words"),
+    [
+        # A full run is 1,280 / 0.2 = 6,400 rows, the budget 8 of them: two first rungs are 2,560 of 51,200 rows.
+        ([], {}, ["first rung: 2", "best accuracy 0.9000", "trial 1", "5 % of the rows"]),
+        ([], {"budget_rows": 5120}, ["50 % of the rows"]),
+        ([rung_result(0, 1, 0.85)], {}, ["best accuracy 0.8500 (rung 2, trial 0)"]),
+        ([finished(0, 0.7)], {"budget_rows": 1280}, ["best accuracy 0.7000 (holdout, trial 0)"]),
+    ],
+)
+def test_the_best_so_far_is_that_of_the_deepest_rung_and_rows_are_a_share_of_the_budget(
+    further: list[Event], settings: dict[str, Any], words: list[str]
+) -> None:
+    state = [created(0, by="recipe"), created(1), rung_result(0, 0, 0.8), rung_result(1, 0, 0.9), *further]
+    line = table.progress_line(replay_journal(state), "accuracy", TuneConfig(**settings))
+    assert all(word in line for word in words)
 
 
 def test_a_resumed_search_goes_on_from_what_it_knows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,18 +16,32 @@ from rtrain.core.run_folder import Run
 from rtrain.data.order import RowOrder
 from rtrain.data.store.store import Store
 from rtrain.runs import run_folders
-from rtrain.verification import ledger
+from rtrain.verification import verify
 from tests.unit.trainer import test_trainer
 from tests.unit.trainer.test_trainer import UPDATES, Ran, recipe_of, start
 
 ground = test_trainer.ground  # a fixture
 
 
-def recorded(ground: Path, run: Path, **settings: Any) -> Path:
-    """A run with its configuration and its log, as the driver leaves them."""
-    run.mkdir(exist_ok=True)
-    log(run, start(ground, run, log_every=1, save_every=2, **settings), ground)
-    return run
+@pytest.fixture(scope="module")
+def recorded(ground: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int | None, Path]:
+    """Runs with their configuration and their log, as the driver leaves them: a finished one, and one that was killed
+    in its fifth update."""
+    runs = {kill: tmp_path_factory.mktemp("recorded") for kill in (None, 4)}
+    for kill, run in runs.items():
+        log(run, start(ground, run, log_every=1, save_every=2, kill=kill), ground)
+    return runs
+
+
+@pytest.fixture
+def run(recorded: dict[int | None, Path], tmp_path: Path) -> Path:
+    """A copy of the finished run."""
+    return Path(shutil.copytree(recorded[None], tmp_path / "run"))
+
+
+@pytest.fixture
+def killed(recorded: dict[int | None, Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded[4], tmp_path / "killed"))
 
 
 def log(run: Path, ran: Ran, ground: Path) -> None:
@@ -41,8 +55,8 @@ def log(run: Path, ran: Ran, ground: Path) -> None:
             events.append_event(run, kind, **fields)
 
 
-def test_a_finished_run_saw_every_row_once_per_epoch(ground: Path, tmp_path: Path) -> None:
-    report = ledger.check_ledger(Run(recorded(ground, tmp_path / "run")))
+def test_a_finished_run_saw_every_row_once_per_epoch(ground: Path, run: Path) -> None:
+    report = verify.check_ledger(Run(run))
     rows = Store(next((ground / ".tokens").iterdir())).num_rows("train")
     assert (report.passed, report.rows, report.steps, report.steps_per_epoch) == (True, rows, UPDATES, 3)
     assert (report.repeated_rows, report.missing_rows, report.mismatching_records) == (0, 0, {})
@@ -50,38 +64,31 @@ def test_a_finished_run_saw_every_row_once_per_epoch(ground: Path, tmp_path: Pat
     assert report.to_document()["passed"] is True
 
 
-def test_a_killed_run_is_checked_as_far_as_it_came(ground: Path, tmp_path: Path) -> None:
-    run = recorded(ground, tmp_path / "run", kill=4)
-    report = ledger.check_ledger(Run(run))
+def test_a_killed_run_is_checked_as_far_as_it_came(ground: Path, killed: Path) -> None:
+    report = verify.check_ledger(Run(killed))
     assert (report.passed, report.steps) == (True, 4)
-    log(run, start(ground, run, log_every=1), ground)
-    assert (ledger.check_ledger(Run(run)).passed, ledger.check_ledger(Run(run)).steps) == (True, UPDATES)
+    log(killed, start(ground, killed, log_every=1), ground)
+    report = verify.check_ledger(Run(killed))
+    assert (report.passed, report.steps) == (True, UPDATES)
 
 
-def test_where_a_run_left_its_order_is_told(ground: Path, tmp_path: Path) -> None:
-    """Another seed from update 3 on: the run is resumed by a process that mixes the rows otherwise."""
-    run = recorded(ground, tmp_path / "run", kill=4)
-    other = start(ground, tmp_path / "other", log_every=1, seed=3)
-    wrong = [fields | {"ledger": "0" * 64} for fields in other.recorder.of("progress") if fields["step"] > 4]
-    for fields in wrong:
-        events.append_event(run, "progress", **fields)
-    report = ledger.check_ledger(Run(run))
+def test_where_a_run_left_its_order_is_told(run: Path, killed: Path) -> None:
+    """Another ledger from update 5 on, as of a process that resumed it and mixed the rows otherwise."""
+    for fields in Run(run).events("progress")[4:]:
+        events.append_event(killed, "progress", step=fields["step"], ledger="0" * 64)
+    report = verify.check_ledger(Run(killed))
     assert (report.passed, sorted(report.mismatching_records)) == (False, [5, 6])
     assert "between step 4 and step 5" in report.format_text()
 
 
-def test_a_checkpoint_with_another_ledger_is_told(ground: Path, tmp_path: Path) -> None:
-    run = recorded(ground, tmp_path / "run")
+def test_a_checkpoint_with_another_ledger_is_told(run: Path) -> None:
     path = checkpoint_format.checkpoint_path(run / "checkpoints", UPDATES) / "state.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"ledger": "ab" * 32}))
-    report = ledger.check_ledger(Run(run))
+    report = verify.check_ledger(Run(run))
     assert (report.passed, report.mismatching_records) == (False, {UPDATES: "checkpoint"})
 
 
-def test_rows_that_an_order_repeats_or_leaves_out_are_counted(
-    ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    run = recorded(ground, tmp_path / "run")
+def test_rows_that_an_order_repeats_or_leaves_out_are_counted(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     complete = RowOrder.positions
 
     def repeating(order: RowOrder, update: int) -> Any:
@@ -90,13 +97,12 @@ def test_rows_that_an_order_repeats_or_leaves_out_are_counted(
         return positions
 
     monkeypatch.setattr(RowOrder, "positions", repeating)
-    report = ledger.check_ledger(Run(run))
+    report = verify.check_ledger(Run(run))
     assert not report.passed
     assert (report.repeated_rows, report.missing_rows) == (UPDATES, UPDATES)
 
 
-def test_another_store_under_the_run_s_name_is_refused(ground: Path, tmp_path: Path) -> None:
-    run = recorded(ground, tmp_path / "run")
+def test_another_store_under_the_run_s_name_is_refused(run: Path) -> None:
     actual = next(event for event in events.read_events(run) if event["kind"] == "created")
     text = (run / events.FILE_NAME).read_text().replace(actual["data_digest"], "f" * 16)
     (run / events.FILE_NAME).write_text(text.replace(f"{actual['store'][:-16]}{'f' * 16}", actual["store"]))
@@ -105,7 +111,7 @@ def test_another_store_under_the_run_s_name_is_refused(ground: Path, tmp_path: P
 
 def refused(run: Path) -> str:
     with pytest.raises(UserError) as error:
-        ledger.check_ledger(Run(run))
+        verify.check_ledger(Run(run))
     return error.value.code
 
 

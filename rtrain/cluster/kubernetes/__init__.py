@@ -1,1 +1,0 @@
-"""KubeRay manifests and their rules."""

@@ -1,1 +1,0 @@
-"""Cluster files for each cloud, rendered from one template."""

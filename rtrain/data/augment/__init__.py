@@ -1,1 +1,0 @@
-"""Augmented copies of training rows."""

@@ -1,1 +1,0 @@
-"""Source files: found, divided among tasks, and hashed."""

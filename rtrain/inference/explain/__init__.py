@@ -1,1 +1,0 @@
-"""Integrated gradients: attribution of a prediction to words and sentences."""

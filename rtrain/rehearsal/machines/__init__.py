@@ -1,1 +1,0 @@
-"""The simulated nodes of a rehearsal, as processes, and the cloud that starts them."""

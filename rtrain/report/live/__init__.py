@@ -1,1 +1,0 @@
-"""Progress on the terminal, messages of events, experiment trackers."""

@@ -1,1 +1,0 @@
-"""Sections of the report for one kind of output."""

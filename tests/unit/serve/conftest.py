@@ -1,0 +1,5 @@
+"""Fixtures of the endpoint's tests."""
+
+from tests.support.serving import app, gate, predictor
+
+__all__ = ["app", "gate", "predictor"]
