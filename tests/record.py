@@ -175,7 +175,7 @@ def order() -> dict[str, Any]:
         each = RowOrder("0" * 16, rows, batch, epochs, seed)
         first = [each.positions(number).tolist()[:12] for number in range(min(3, each.num_steps))]
         last = each.positions(each.num_steps - 1).tolist()[:12]
-        facts = {"steps": each.num_steps, "per_epoch": each.steps_per_epoch, "identity": each.order_digest}
+        facts = {"steps": each.num_steps, "per_epoch": each.steps_per_epoch, "identity": each.planned_digest}
         made[f"{rows} rows by {batch}, {epochs} epochs, seed {seed}"] = {**facts, "first": first, "last": last}
     return made
 

@@ -67,8 +67,9 @@ class RowOrder:
         return self.epochs * self.steps_per_epoch
 
     @property
-    def order_digest(self) -> str:
-        """Digest of the rows of all steps of a run."""
+    def planned_digest(self) -> str:
+        """Digest of the rows of all steps of a run, known before the first. The `order_digest` of events and artifacts
+        is another: the chain over the steps that were trained (`chain_digest`)."""
         rule = shuffle_version(self.rows)
         parts = astuple(self) if rule == 1 else (*astuple(self), rule)
         return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -290,7 +290,7 @@ FORMATTERS: Mapping[str, Callable[[Event], str | None]] = {
     "best": format_best,
     "crashed": format_crash,
     "step_skipped": lambda event: (
-        f"update {event['step']}: the gradient is infinite in fp16; once more with loss scale {event['scale']:g}"
+        f"step {event['step'] + 1}: the gradient is infinite in fp16; once more with loss scale {event['scale']:g}"
     ),
     "device": lambda event: str(event["reason"]),
     "micro_batch_size_decided": lambda event: (

@@ -34,7 +34,7 @@ INITIAL_LEDGER = bytes(32)
 """The ledger before the first step."""
 NO_STEP = -1
 """Code for 'no step' in messages between ranks."""
-TOTALS = ("rows_seen", "real_tokens", "padded_tokens", "micro_batches", "steps")
+TOTALS = ("rows_seen", "real_tokens", "padded_tokens", "micro_batches")
 """Totals of an attempt, summed over its workers."""
 
 
@@ -45,8 +45,8 @@ class Cadence:
     total_steps: int
     """Steps of the whole run."""
     end_step: int
-    """Step at which this attempt ends. If that is before the run's end there is no evaluation for it: the best weights
-    of a run must not depend on where it paused."""
+    """Step at which this attempt ends. Pausing here saves, but adds no evaluation: the best weights must not depend on
+    where a run paused."""
     evaluate_every: int
     save_every: int | None
 
@@ -82,7 +82,7 @@ class Clock:
 
 class Reporter(Protocol):
     def event(self, kind: str, **fields: Any) -> None:
-        """Report an event. Called on every rank; rank 0's is kept."""
+        """Report an event. Rank 0's is kept; the other ranks may call it too."""
         ...
 
     def score(self, metrics: dict[str, Any]) -> None:
@@ -109,7 +109,8 @@ class TrainingContext:
     end_step: int
     """Step after which this attempt ends; `order.num_steps` for a whole run."""
     is_rung: bool = False
-    """Keep the predictions on the validation rows at `end_step` (`rtrain.trainer.evaluate`), for a search."""
+    """Whether the attempt ends at a rung (a step where a search compares trials); if so, keep the predictions for the
+    validation rows."""
     remote_copy: RemoteCopy | None = None
     random_step_interval: int = gradient_noise.DEFAULT_INTERVAL
     """Interval of steps with rows in random order (`rtrain.parallel.gradient_noise`); 0 for none."""
@@ -125,9 +126,10 @@ class TrainingContext:
         return self.selected_head or self.store.manifest.head
 
     @property
-    def run_digest(self) -> str:
-        """Digest of the rows of all steps and of the settings that change the weights, also stored in checkpoints."""
-        return f"{self.order.order_digest}-{self.recipe.recipe_digest()}"
+    def run_id(self) -> str:
+        """Digests of the planned rows of all steps and of the settings that change the weights. A checkpoint stores it,
+        and only a run with the same value continues from it."""
+        return f"{self.order.planned_digest}-{self.recipe.recipe_digest()}"
 
     @property
     def has_validation_rows(self) -> bool:
@@ -139,11 +141,13 @@ class TrainingContext:
 class TrainingResult:
     is_finished: bool
     """False for an attempt that ended before the run's last step."""
-    best_step: int
+    best_step: int | None
+    """None for an attempt that ended before the run's first evaluation."""
     ledger: str
+    """Digest of the rows of the steps so far, in their order."""
     scores: dict[str, dict[str, float]]
-    """Scores of the best checkpoint by split: `valid` (the headline alone) if there are validation rows, and `test` if
-    the run is finished."""
+    """Scores of the best checkpoint by split: `valid` (the headline alone) if validation rows were evaluated, and
+    `test` if the run is finished."""
     row_results: dict[str, RaggedArray] = field(default_factory=dict, compare=False)
     """Row results of a finished run's best weights by split: of the test rows, and of the validation rows if this
     attempt computed those weights."""
@@ -176,9 +180,11 @@ class Trainer(step.StepRunner, step.Observer):
         )
         self.context, self.reporter, self.clock = context, reporter, clock
         self.state = checkpoint_format.CheckpointState(
-            step=0, ledger=INITIAL_LEDGER.hex(), best_step=None, best_score=None, run_id=context.run_digest
+            step=0, ledger=INITIAL_LEDGER.hex(), best_step=None, best_score=None, run_id=context.run_id
         )
         self._totals = Counter[str]()
+        self._steps_trained = 0
+        """Steps of this attempt, the same on every worker."""
         self._evaluations: dict[int, Evaluation] = {}
         self._row_results: dict[str, RaggedArray] = {}
         """Row results by split, of the best weights of this attempt."""
@@ -246,8 +252,8 @@ class Trainer(step.StepRunner, step.Observer):
             return self._finish(profile)
 
     def train_step(self, batch: WorkerBatch) -> step.StepResult:
-        """Train one step at its place in the run: its learning rate, dropout and rows. While the gradient is infinite
-        it is repeated with decreasing loss scales; each row counts once, with its usual dropout."""
+        """Train one step at its place in the run: its learning rate, dropout and rows. fp16 only: on overflow the step
+        is retried with a smaller loss scale and the same dropout seed; rows count once."""
         import torch
 
         context, step_number, scale = self.context, batch.step, self.state.scale
@@ -276,8 +282,8 @@ class Trainer(step.StepRunner, step.Observer):
             real_tokens=step_result.real_tokens,
             padded_tokens=step_result.padded_tokens,
             micro_batches=step_result.micro_batches,
-            steps=1,
         )
+        self._steps_trained += 1
         if (measurement := step_result.noise_measurement) is not None:
             self.reporter.event(gradient_noise.EVENT_KIND, step=step_number + 1, **asdict(measurement))
         ledger = chain_digest(bytes.fromhex(self.state.ledger), batch.digest).hex()
@@ -285,7 +291,8 @@ class Trainer(step.StepRunner, step.Observer):
         return step_result
 
     def _prepare(self, batch: WorkerBatch) -> tuple[list[TokenBatch], dict[str, Any]]:
-        """The micro-batches of a step with the epoch's masks, and the plan of the step: the arguments of `run_step`."""
+        """Micro-batches with this epoch's masks, and keyword arguments of `run_step`: expected row sum, target counts,
+        whether to measure noise."""
         context, store = self.context, self.context.store
         with self.strategy.timeline.span(profiler.GET_BATCH):
             positions = context.order.positions(batch.step)
@@ -302,8 +309,9 @@ class Trainer(step.StepRunner, step.Observer):
         return micro_batches, plan
 
     def _describe_step(self, step_number: int) -> str:
+        """Name a step (from 0) and its rows for a person, who counts steps from 1, as events do."""
         rows = self.context.store.describe_rows("train", self.context.order.positions(step_number))
-        return f"step {step_number} ({rows})"
+        return f"step {step_number + 1} ({rows})"
 
     def _report_progress(self, step_result: step.StepResult) -> None:
         totals, state = self._sum_totals(), self.state
@@ -320,10 +328,10 @@ class Trainer(step.StepRunner, step.Observer):
         )
 
     def _sum_totals(self) -> dict[str, int]:
-        """Totals over all workers, `steps` included. Called on every rank."""
+        """Totals over all workers. Called on every rank."""
         import torch
 
-        # On the CPU: the process group has a backend for CPU tensors on every device.
+        # A CPU tensor works on GPUs too: the group always has a CPU backend.
         local_totals = torch.tensor([self._totals[name] for name in TOTALS], dtype=torch.int64)
         return dict(zip(TOTALS, self.strategy.sum_over_replicas(local_totals).tolist(), strict=True))
 
@@ -393,7 +401,8 @@ class Trainer(step.StepRunner, step.Observer):
         """Save a checkpoint; a thread writes it."""
         strategy = self.strategy
         with self.clock.section("checkpoint"), strategy.timeline.span(profiler.CHECKPOINT):
-            self._flush()  # no worker waits inside a collective for pending writes
+            # Wait for the writer here, with heartbeats, not inside the gather, which would time out.
+            self._flush()
             with strategy.watchdog.extended_timeout():
                 self._saver.save(strategy.module, self.optimizer, self.state, strategy.gather_full_tensors)
 
@@ -406,11 +415,11 @@ class Trainer(step.StepRunner, step.Observer):
 
     def _restore(self) -> None:
         """Select the checkpoint on rank 0; the other ranks follow, so that all start from the same one."""
-        folder, run_digest = self._saver.folder, self.context.run_digest
+        folder, run_id = self._saver.folder, self.context.run_id
 
         def select() -> int:
             quarantined_before = checkpoint_format.list_quarantined(folder)
-            selected = self._saver.select_checkpoint(run_digest)
+            selected = self._saver.select_checkpoint(run_id)
             for name, reason in checkpoint_format.list_quarantined(folder).items():
                 if name not in quarantined_before:
                     self.reporter.event("quarantined", checkpoint=name, reason=reason)
@@ -421,7 +430,7 @@ class Trainer(step.StepRunner, step.Observer):
             self.state = self._load(step_number, self.optimizer)
             # The best checkpoint is loaded at the end, so it must verify too; otherwise the search for the best
             # restarts here.
-            if self._verify_best() == NO_STEP:
+            if self._verify_best() is None:
                 self.state = evaluate.with_best(None, self.state)
         self.state = replace(self.state, scale=self.state.scale or checkpoint_format.initial_scale(self.precision))
         logged_events = self.context.run.events("evaluated")
@@ -439,11 +448,11 @@ class Trainer(step.StepRunner, step.Observer):
 
         return collectives.run_on_all_ranks(strategy.watchdog, load)
 
-    def _verify_best(self) -> int:
-        """Step of the best checkpoint, or NO_STEP. Rank 0 verifies it, and reports a lost one."""
+    def _verify_best(self) -> int | None:
+        """Step of the best checkpoint, if there is one that verifies. Rank 0 verifies it, and reports a lost one."""
         state, folder = self.state, self._saver.folder
         if (step_number := state.best_step) is None:
-            return NO_STEP
+            return None
         if step_number == state.step:  # verified when it was loaded, or the current weights
             return step_number
         if collectives.decide_on_rank_zero(
@@ -451,7 +460,7 @@ class Trainer(step.StepRunner, step.Observer):
         ):
             return step_number
         self.reporter.event("best_lost", step=step_number)
-        return NO_STEP
+        return None
 
     # ---------------------------------------------------------------------------------------------------------- the end
 
@@ -465,11 +474,11 @@ class Trainer(step.StepRunner, step.Observer):
                 self.reporter.event("saved", step=state.step)
             # Only a finished run uses its best weights; a rung or a preempted attempt reads and hashes nothing for
             # them.
-            best_step = self._verify_best() if is_finished else NO_STEP if state.best_step is None else state.best_step
-        best_evaluation = evaluate.best_in(state) if best_step != NO_STEP else None
+            best_step = self._verify_best() if is_finished else state.best_step
+        best_evaluation = evaluate.best_in(state) if best_step is not None else None
         scores: dict[str, dict[str, float]] = {}
         if is_finished:
-            if best_step == NO_STEP:
+            if best_step is None:
                 best_step = state.step
             elif best_step != state.step:
                 self._load(best_step)
@@ -479,8 +488,8 @@ class Trainer(step.StepRunner, step.Observer):
             if best_evaluation is not None:
                 event_data = evaluate.best_event(best_evaluation, self._evaluations)
                 self.reporter.event("best", headline=self._headline, **event_data)
-        if context.has_validation_rows:
-            scores["valid"] = {self._headline: best_evaluation.score if best_evaluation else 0.0}
+        if best_evaluation is not None:
+            scores["valid"] = {self._headline: best_evaluation.score}
         if is_finished:
             self._row_results["test"] = self._gather_row_results("test")
             scores["test"] = self._score("test", self._row_results["test"])
@@ -490,12 +499,12 @@ class Trainer(step.StepRunner, step.Observer):
             "trained",
             steps=state.step,
             best_step=best_step,
-            order_digest=state.ledger,
+            order_digest=state.ledger,  # of the rows trained on; `RowOrder.planned_digest` is another
             rows_seen=totals["rows_seen"],
             real_tokens=totals["real_tokens"],
             padded_tokens=totals["padded_tokens"],
             micro_batches_per_step=round(
-                totals["micro_batches"] / strategy.num_replicas / max(1, self._totals["steps"]), 3
+                totals["micro_batches"] / strategy.num_replicas / max(1, self._steps_trained), 3
             ),
             seconds={name: round(value, 3) for name, value in self.clock.seconds.items()},
             finished=is_finished,

@@ -13,6 +13,7 @@ from rtrain.config import DistillConfig, OptimConfig
 from rtrain.core.ragged import Head, TokenBatch
 from rtrain.parallel.base import Strategy
 from rtrain.parallel.ddp import DDPStrategy
+from rtrain.report import event_messages
 from rtrain.trainer import losses, optimizers, step
 from tests.unit.trainer import test_trainer
 from tests.unit.trainer.test_step import (
@@ -191,6 +192,9 @@ def test_an_update_is_done_again_with_half_the_scale(
     overflowing(monkeypatch, 2)
     ran = start(ground, tmp_path / "again", precision="fp16", log_every=1)
     assert ran.recorder.of("step_skipped") == [{"step": 2, "scale": 2.0**15}, {"step": 2, "scale": 2.0**14}]
+    assert event_messages.FORMATTERS["step_skipped"](ran.recorder.of("step_skipped")[0]) == (
+        "step 3: the gradient is infinite in fp16; once more with loss scale 32768"
+    )
     assert straight.recorder.of("step_skipped") == []
     for name in ("rows_seen", "real_tokens", "micro_batches_per_step", "order_digest", "steps"):
         assert ran.recorder.of("trained")[0][name] == straight.recorder.of("trained")[0][name]
@@ -227,5 +231,5 @@ def test_a_gradient_that_no_scale_helps_names_the_update(
     ground: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     overflowing(monkeypatch, 1, most=0.0)
-    with pytest.raises(step.NonFinite, match=r"^step 1 \("):
+    with pytest.raises(step.NonFinite, match=r"^step 2 \("):
         start(ground, tmp_path, precision="fp16")

@@ -155,9 +155,9 @@ def test_what_checkpoints_are_known_by_has_the_order_s_version_where_there_are_b
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     row_order = order.RowOrder("digest", 262_144, 64, epochs=2, seed=7)
-    assert row_order.order_digest == "dfc2f151a4266ef6"
+    assert row_order.planned_digest == "dfc2f151a4266ef6"
     monkeypatch.setattr(order, "SHUFFLE_WINDOW_ROWS", 262_143)
-    assert row_order.order_digest == "d766ddfaea3d2d1d"
+    assert row_order.planned_digest == "d766ddfaea3d2d1d"
 
 
 def test_a_digest_that_is_wrong_is_forgotten_by_the_start_that_finds_out(

@@ -368,7 +368,7 @@ def test_other_rows_under_an_update_s_number_stop_the_run(ground: Path, tmp_path
         other = plan_worker_batch(store, share, max(number, 1))
         return replace(plan_worker_batch(store, share, number), micro_batches=other.micro_batches)
 
-    with pytest.raises(step.WrongRows, match=r"^step 0 \("):
+    with pytest.raises(step.WrongRows, match=r"^step 1 \("):
         start(ground, tmp_path, plan=mixed_up)
 
 
@@ -383,6 +383,7 @@ def test_outcomes_are_those_of_the_best_weights(kill: int | None, ground: Path, 
     assert ran.outcome is not None
     scores = {event["step"]: event["scores"]["accuracy"] for event in ran.recorder.of("evaluated")[:-1]}
     best = ran.outcome.best_step
+    assert best is not None
     assert best < UPDATES
     assert (best in scores) == (kill is None)
     facts = {"valid", "test"} if kill is None else {"test"}

@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from rtrain.checkpoint.format import WrongRunError, checkpoint_path, list_steps, load_checkpoint
+from rtrain.core.run_folder import Run
 from rtrain.data.store.store import Store
 from rtrain.models import builder
+from rtrain.report import summary
 from tests.unit.trainer import test_trainer
 from tests.unit.trainer.test_step_workers import WORLDS, on_workers
 from tests.unit.trainer.test_trainer import (
@@ -137,6 +139,17 @@ def test_until_pauses_and_continuing_is_the_straight_run(
     assert resumed.outcome == undisturbed.outcome
     assert weights_digest(resumed.network) == weights_digest(undisturbed.network)
     assert fingerprint(tmp_path, UPDATES) == fingerprint(run, UPDATES)
+
+
+def test_a_pause_before_the_first_evaluation_has_no_best_step_and_no_score(ground: Path, tmp_path: Path) -> None:
+    paused = start(ground, tmp_path, evaluate_every=4, until=2)
+    assert paused.outcome is not None
+    assert (paused.outcome.best_step, paused.outcome.scores) == (None, {})
+    trained = paused.recorder.of("trained")[0]
+    assert trained["best_step"] is None
+    Run(tmp_path).append_event("trained", **trained)
+    run_summary = summary.summarize(Run(tmp_path))
+    assert (run_summary["best_step"], run_summary["metrics"]["valid"]) == (None, None)
 
 
 def test_a_pause_reads_no_best_weights_and_continues_from_the_newest(
