@@ -1,8 +1,9 @@
 """HTTP applications: routes of one model, and of an address with several models. Plain ASGI, for any server.
 
 A request passes: `middleware` -> body parsed and checked (`schemas.predict`) -> tokens, engine, decoding
-(`ModelService`) -> JSON. Each reply, an error too, carries the model's name and version, and each error has the form of
-`schemas.predict.ErrorReply`.
+(`ModelService`) -> JSON. Replies of a model, errors too, have its name and version in their headers, except those to a
+client without the key that it needs. Errors have the form of `schemas.predict.ErrorReply`; under /v2 they are a line of
+text (`RequestError.to_document`).
 
 The web pages, to try a model, to list several models, and for the API documentation, are static files from `page` and
 from the package with Swagger UI; they load nothing from other hosts.
@@ -19,7 +20,7 @@ from typing import Any, Protocol
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Router
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import rtrain
 from rtrain.config import ServeConfig
@@ -258,6 +259,25 @@ def build_multi_model_app(
         request_metrics.count_request, tracing.make_tracer(settings, None), AccessLog(settings.access_log)
     )
     return EndpointApp(DocumentInfo("rtrain", rtrain.__version__), routes, settings, authenticator, recorder)
+
+
+def build_loading_app(
+    settings: ServeConfig, authenticator: api_keys.Authenticator | None, request_metrics: RequestMetrics
+) -> ASGIApp:
+    """Application that answers for a model while its first artifact is loading: it passes requests through the
+    middleware, and refuses them with `not_loaded_error`."""
+
+    async def refuse(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()  # the whole body, under its limits: the client may keep its connection
+        raise not_loaded_error()
+
+    recorder = RequestRecorder(request_metrics.count_request, tracing.Tracer(), AccessLog(settings.access_log))
+    return RequestMiddleware(refuse, settings, authenticator, recorder)
+
+
+def not_loaded_error() -> RequestError:
+    """Error before the first artifact is loaded: the port opens a moment earlier."""
+    return RequestError(503, "no model is loaded yet; try again in a moment", retry_after=1)
 
 
 def unknown_model_error(names: Iterable[str]) -> RequestError:

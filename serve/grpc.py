@@ -148,7 +148,7 @@ def _read_authorization(metadata: Any) -> list[bytes]:
 
 def _count_refused(provider: ModelProvider, route: str, model: str, error: RequestError, started_at: float) -> None:
     """Count and log a call that was refused, unless it names none of several models."""
-    with contextlib.suppress(RequestError, RuntimeError), provider.service_for(model, None) as service:
+    with contextlib.suppress(RequestError), provider.service_for(model, None) as service:
         request_context = _make_context(route)
         request_context.status = error.status
         _record_response(service, request_context, time.monotonic() - started_at, tracing.RequestSpan())

@@ -96,7 +96,7 @@ class AccessLog:
             else _ReopeningFileHandler(path, encoding="utf-8", delay=True)
         )
         handler.setFormatter(logging.Formatter("%(message)s"))
-        # It belongs to no hierarchy: a program's settings of logging must not send it elsewhere.
+        # No parent logger: logging settings of the host program must not redirect it.
         self._logger = logging.Logger("rtrain.access")
         self._logger.addHandler(handler)
 
@@ -125,7 +125,7 @@ class AccessLog:
 class _ReopeningFileHandler(logging.handlers.WatchedFileHandler):
     def handleError(self, record: logging.LogRecord) -> None:
         """Raise the current exception: logging would print a traceback for each line."""
-        raise  # it is called where one was caught
+        raise  # Called inside an except block, so this re-raises.
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,7 @@ class RequestMiddleware:
         self._model = predictor.artifact.name if predictor else None
         self._security_headers = _encode_headers(haproxy.security_headers(settings.tls_cert is not None))
         self._version_headers = _encode_headers(version_headers(predictor) if predictor else {})
-        # Not random for each: the system's call for that lets the engine's thread in, and waits until it has done.
+        # Prefix and counter: os.urandom per request releases the GIL, then waits for the engine thread.
         self._process_prefix, self._request_counter = secrets.token_hex(10), itertools.count()
         self._allows_host = functools.lru_cache(lambda value: preflight.allows_host(settings, value.decode("latin-1")))
 
@@ -267,7 +267,8 @@ class RequestMiddleware:
                 context.key = await self._authenticator.authorize(
                     required_scope, checked_headers.get(b"authorization", ()), self._model
                 )
-            except RequestError as error:  # a body without an end would be read and thrown away without an end
+            except RequestError as error:
+                # Otherwise the server would drain an endless chunked body.
                 raise _close_connection_after(error) if b"transfer-encoding" in checked_headers else error from None
             context.is_authenticated = True
         if any(value.lower() != b"identity" for value in checked_headers.get(b"content-encoding", ())):
@@ -327,7 +328,7 @@ def _close_connection_after(error: RequestError) -> RequestError:
 
 
 def _exceeds(digits: bytes, limit: int) -> bool:
-    """Whether it is a number, and more than `limit`; one of thousands of digits is never made one."""
+    """Whether it is a number above `limit`, without parsing numbers of thousands of digits."""
     significant = digits.lstrip(b"0")
     return digits.isdigit() and (len(significant) > len(str(limit)) or int(significant or b"0") > limit)
 
@@ -340,7 +341,7 @@ def route_path(scope: Scope) -> str:
 
 
 def _full_route_path(scope: Scope) -> str:
-    """The path with the model's name where the path has one, also where the model's application answers."""
+    """The path with /models/NAME, also inside the mounted app, where it is in root_path."""
     root: str = scope.get("root_path", "")
     mount = root.find(api_keys.MOUNT)
     return route_path(scope) if mount < 0 else f"{root[mount:]}{route_path(scope)}"

@@ -18,20 +18,28 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rtrain.config import ServeConfig
 from rtrain.core.errors import UserError
 from rtrain.inference.predictor import Predictor
 from serve import middleware
-from serve.app import V2_PREFIX, MetricsSource, ModelApp, build_app, build_multi_model_app, unknown_model_error
+from serve.app import (
+    V2_PREFIX,
+    MetricsSource,
+    ModelApp,
+    build_app,
+    build_loading_app,
+    build_multi_model_app,
+    not_loaded_error,
+    unknown_model_error,
+)
 from serve.auth.api_keys import MOUNT
 from serve.model import INFERENCE_SUFFIXES, ModelService
 from serve.observability import metrics
 from serve.observability.metrics import RequestMetrics, Telemetry
 from serve.rollout import autoscaling
 from serve.rollout.canary import ShadowTest
-from serve.schemas.predict import RequestError
 
 LoadPredictor = Callable[[Path], Awaitable[Predictor]]
 """Loads an artifact, and verifies its golden answers."""
@@ -63,13 +71,13 @@ class ModelRegistry:
         }
         self._registries = {name: telemetry.registry for name, telemetry in telemetries.items()}
         self._only_slot = next(iter(self.slots.values())) if len(self.slots) == 1 else None
+        request_metrics = RequestMetrics() if self._only_slot is None else next(iter(telemetries.values()))
+        self._loading_app = build_loading_app(settings, self.authenticator, request_metrics)
         if self._only_slot is None:
-            request_metrics = RequestMetrics()
             self._registries[""] = request_metrics.registry
             self._shared_app = build_multi_model_app(
                 self, settings, self.authenticator, request_metrics, metrics_source
             )
-        self._default_app = self._only_slot or self._shared_app
 
     def _version_builder(self, name: str, telemetry: Telemetry) -> BuildVersion:
         async def build_version(folder: Path) -> ModelApp:
@@ -109,13 +117,19 @@ class ModelRegistry:
             name, slash, _ = path.removeprefix(MOUNT).partition("/")
             if slash and name in self.slots:
                 mounted = {**scope, "root_path": f"{scope.get('root_path', '')}{MOUNT}{name}"}
-                await self.slots[name](mounted, receive, send)
+                await self._app_of(self.slots[name])(mounted, receive, send)
                 return
         elif path.startswith(V2_PREFIX) and self._only_slot is None:
             slot = self.slots.get(path.removeprefix(V2_PREFIX).partition("/")[0])
-            await (slot or self._default_app)(scope, receive, send)
+            await self._app_of(slot)(scope, receive, send)
             return
-        await self._default_app(scope, receive, send)
+        await self._app_of(self._only_slot)(scope, receive, send)
+
+    def _app_of(self, slot: "ModelSlot | None") -> ASGIApp:
+        """The application that answers a request to a model; None for a request to no model, or an unknown one."""
+        if slot is None:
+            return self._shared_app
+        return self._loading_app if slot.current is None else slot
 
     @contextmanager
     def service_for(self, model: str, version: str | None) -> Iterator[ModelService]:
@@ -206,7 +220,8 @@ class CanaryPlan(NamedTuple):
 
 
 class ModelSlot:
-    """An ASGI application: each request goes to the version that answers when it comes."""
+    """An ASGI application: each request goes to the version that answers when it comes. Before the first artifact is
+    loaded the registry answers (`app.build_loading_app`)."""
 
     def __init__(self, build_version: BuildVersion):
         self._build_version = build_version
@@ -318,9 +333,7 @@ class ModelSlot:
     def service_for(self, version: str | None) -> Iterator[ModelService]:
         """Service for one request of another protocol. `version`: the requested version, if it is here; empty: by
         weight; None for a request without inference: the current version. Raises `RequestError` before the first
-        artifact is loaded: the port opens a moment earlier."""
-        if self.current is None:
-            raise RequestError(503, "no model is loaded yet; try again in a moment", retry_after=1)
+        artifact is loaded."""
         acquired = self._acquire(version)
         try:
             yield acquired.service
@@ -335,10 +348,11 @@ class ModelSlot:
         return "" if path.endswith(INFERENCE_SUFFIXES) and scope["type"] == "http" else None
 
     def _acquire(self, version_name: str | None) -> ModelVersion:
-        """Choose the version for a request and count it; `_release` must follow."""
+        """Choose the version for a request and count it; `_release` must follow. Raises `RequestError` before the first
+        artifact is loaded."""
         version = self.current
-        if version is None:  # the server listens a moment before the first artifact is loaded
-            raise RuntimeError("no artifact is loaded yet")
+        if version is None:
+            raise not_loaded_error()
         candidate = self.candidate
         if (
             self.weight

@@ -81,6 +81,28 @@ def run(folders: dict[str, str], check: Check, settings: ServeConfig | None = No
     asyncio.run(main())
 
 
+@pytest.mark.parametrize("names", [NAMES[:1], NAMES], ids=["one model", "two models"])
+def test_before_the_first_artifact_is_loaded_a_model_answers_503_in_the_form_of_errors(names: tuple[str, ...]) -> None:
+    message = "no model is loaded yet; try again in a moment"
+
+    async def main() -> None:
+        models = build_model_registry(ServeConfig(), names)
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(models), base_url="http://localhost") as client:
+            answer = await client.post(f"/models/{NAMES[0]}/predict", json=QUESTION, headers={"x-request-id": "mine"})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+            assert answer.headers["x-request-id"] == "mine"
+            assert answer.json()["error"]["message"] == message
+            answer = await client.post(f"/v2/models/{NAMES[0]}/infer", json=INFER)
+            assert (answer.status_code, answer.json()) == (503, {"error": message})
+            if len(names) == 1:
+                assert (await client.post("/predict", json=QUESTION)).status_code == 503
+            foreign = await client.post(f"/models/{NAMES[0]}/predict", json=QUESTION, headers={"host": "evil.example"})
+            assert foreign.status_code == 421
+        assert 'status="503"' in models.render_metrics()
+
+    asyncio.run(main())
+
+
 def test_each_model_answers_under_its_name_as_if_it_were_alone(folders: dict[str, str], best: dict[str, str]) -> None:
     async def check(models: ModelRegistry, client: httpx.AsyncClient) -> None:
         for name, folder in folders.items():
