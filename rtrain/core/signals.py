@@ -68,6 +68,8 @@ def describe_interruption() -> tuple[str, int]:
 def _on_sigterm(signal_number: int, frame: FrameType | None) -> None:
     # Once: `timeout` and others send the signal to a process and to its group, and a second one would interrupt the
     # shutdown of child processes.
+    if _received_signals:
+        return  # `_send_again` follows
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     _received_signals.append(signal_number)
     raise KeyboardInterrupt
@@ -81,9 +83,13 @@ def _resend_ignored_signal(error: "sys.UnraisableHookArgs") -> None:
         return
     signal_number = signal.SIGTERM if _received_signals else signal.SIGINT
     if _received_signals:
-        _received_signals.clear()
         signal.signal(signal.SIGTERM, _on_sigterm)
-    # Delayed: Python ignores errors in this function too.
-    timer = threading.Timer(RESEND_DELAY_S, signal.pthread_kill, (threading.main_thread().ident, signal_number))
+    # Delayed: Python ignores errors in this function too. Until then a second SIGTERM raises none, which would be lost.
+    timer = threading.Timer(RESEND_DELAY_S, _send_again, (threading.main_thread().ident, signal_number))
     timer.daemon = True
     timer.start()
+
+
+def _send_again(thread_id: int, signal_number: int) -> None:
+    _received_signals.clear()
+    signal.pthread_kill(thread_id, signal_number)

@@ -4,6 +4,7 @@ other tests load, a signal was not heard in time, and ended the process that ran
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -61,6 +62,28 @@ def test_a_signal_that_comes_in_a_finalizer_still_ends_the_command(number: signa
         assert [type(error) for error in told] == [ZeroDivisionError]
     finally:
         sys.unraisablehook = hook
+
+
+def test_a_second_sigterm_just_after_one_in_a_finalizer_does_not_undo_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Last:
+        def __del__(self) -> None:
+            terminate()
+            time.sleep(0.01)
+
+    class Timer(threading.Timer):
+        def start(self) -> None:
+            terminate()  # `timeout` sends it twice, and the hook starts this timer
+            time.sleep(0.01)
+            super().start()
+
+    def work() -> None:
+        Last()
+        time.sleep(5)
+
+    monkeypatch.setattr(threading, "Timer", Timer)
+    with pytest.raises(KeyboardInterrupt), signals.raise_on_sigterm():
+        work()
+    assert signals.describe_interruption()[0] == "ended by SIGTERM"
 
 
 def test_the_handler_of_before_is_back_afterwards() -> None:

@@ -19,7 +19,7 @@ from tests.support.tiny import make_artifact
 def test_signals_to_a_command_s_own_process() -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/support/own_signals.py"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
-    assert (done.returncode, "6 passed" in done.stdout) == (0, True), done.stdout + done.stderr
+    assert (done.returncode, "7 passed" in done.stdout) == (0, True), done.stdout + done.stderr
 
 
 def test_a_job_that_writes_a_file_is_gone_on_with(tmp_path: Path) -> None:
