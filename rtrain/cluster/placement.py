@@ -1,6 +1,7 @@
 """Find node counts of an autoscaler that have capacity for a run. Pure.
 
-Counts are limited by type and in total; workers run on nodes with their labels, data tasks beside them or elsewhere.
+Counts are limited by type and in total. Workers need nodes with their labels; data tasks may share those nodes or use
+others.
 Choosing the nodes with the most GPUs first may leave no CPUs for the data tasks, so all counts are solved together as
 an integer program.
 """
@@ -55,8 +56,8 @@ def min_node_counts(limits: AutoscalerLimits, request: ResourceRequest, required
 
 
 def max_workers(nodes: Sequence[NodeSpec], limits: AutoscalerLimits, request: ResourceRequest, upper_bound: int) -> int:
-    """Maximum workers of a run, up to `upper_bound`, that fit beside their data tasks: on the live nodes, or on nodes
-    that may be up together."""
+    """Maximum workers of a run, up to `upper_bound`, that fit beside their data tasks: on the live nodes, or on the
+    most the autoscaler may run at once."""
     live_workers = request.max_workers(nodes, upper_bound)
     if live_workers == upper_bound:
         return live_workers
@@ -84,10 +85,12 @@ def _max_startable(
 
 
 def explain_shortage(limits: AutoscalerLimits, request: ResourceRequest, workers: int) -> tuple[str, str]:
-    """Why nodes that may be up together cannot place `workers` workers, and a change of the autoscaler's file."""
-    required = request.capacity_for(workers)
+    """Why the most nodes that the autoscaler may run at once cannot place `workers` workers, and a change of its
+    file."""
+    required, resource = request.capacity_for(workers), WORKER_RESOURCE[request.device]
+    amount = f"one {resource}" if request.gpu_share == 1 else f"{request.gpu_share:g} of a GPU"
     reason = (
-        f"nodes that may be up together do not have {workers} {WORKER_RESOURCE[request.device]}s for workers and "
+        f"the nodes that the autoscaler may run at once do not have {amount} for each of {workers} workers and "
         f"{required.data_cpus} CPUs for their data tasks; the limits are {describe_limits(limits, request)}"
     )
     return reason, suggest_fix(limits, request, required)
@@ -105,8 +108,9 @@ def describe_limits(limits: AutoscalerLimits, request: ResourceRequest) -> str:
 
 
 def suggest_fix(limits: AutoscalerLimits, request: ResourceRequest, required: Capacity) -> str:
-    """Suggest a change of the autoscaler's file that gives capacity for `required`."""
-    total = sum(required)
+    """Suggest a change of the autoscaler's file that gives capacity for `required`. Return a clause, with a comma at
+    its end, e.g. 'raise max_workers, 4 over all types,'."""
+    total = sum(required)  # an upper bound of nodes: each gives at least 1
 
     def suffices(changed_limits: AutoscalerLimits) -> bool:
         return min_node_counts(changed_limits, request, required) is not None

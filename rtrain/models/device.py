@@ -73,8 +73,8 @@ def choose_device(
         return DeviceChoice(
             "gpu",
             placeable_workers,
-            f"{placeable_workers} worker{'' if placeable_workers == 1 else 's'} instead of {workers}: of the nodes "
-            "that may be up together with CPUs for data tasks no more have a GPU. The rows of a step stay the same",
+            f"{placeable_workers} worker{'' if placeable_workers == 1 else 's'} instead of {workers}: no more fit on "
+            "the nodes that the autoscaler may run at once, beside the data tasks. The rows of a step stay the same",
         )
     return DeviceChoice("gpu", workers)
 

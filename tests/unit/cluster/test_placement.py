@@ -12,6 +12,16 @@ AMOUNTS = strategies.integers(0, 4)
 KINDS = strategies.lists(strategies.tuples(AMOUNTS, AMOUNTS, strategies.booleans(), AMOUNTS), min_size=1, max_size=3)
 
 
+def test_a_shortage_names_the_share_of_a_gpu_that_each_worker_needs() -> None:
+    may = startable([(8, 1, True, 2)], limit=2, head=4)
+
+    def reason(share: float) -> str:
+        return placement.explain_shortage(may, ResourceRequest("gpu", data_cpus=2, gpu_share=share), 9)[0]
+
+    assert "do not have one GPU for each of 9 workers and 2 CPUs for their data tasks" in reason(1.0)
+    assert "do not have 0.25 of a GPU for each of 9 workers" in reason(0.25)
+
+
 def startable(kinds: list[tuple[int, int, bool, int]], limit: int, head: int) -> capacity.AutoscalerLimits:
     """Node types: CPUs, GPUs, whether it has the workers' label, maximum count."""
     types: dict[str, Any] = {
