@@ -1,7 +1,9 @@
 """The decision to promote, hold or refuse, from measurements and limits. Pure functions.
 
 Each subject (the score, each slice, each length bucket, ...) has its own decision; the worst is the verdict. `refuse`:
-the candidate is significantly worse than allowed. `hold`: these rows, or this machine, do not decide it.
+the candidate misses a limit, and not by chance. For the score and the slices the difference itself misses the limit,
+and is significant against no difference; of lost answers and latencies the whole interval misses the limit; sizes have
+no chance. `hold`: these rows, or this machine, do not decide it.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +21,8 @@ Decision = Literal["promote", "hold", "refuse"]
 DECISIONS: tuple[Decision, ...] = ("promote", "hold", "refuse")
 """The best first."""
 EXCLUDED_DROP_FACTOR = 3
-"""The score's interval must exclude this multiple of the allowed drop. Otherwise a few dozen rows, each worth a point
-or more, would promote any candidate."""
+"""The score's interval must exclude this multiple of the allowed drop. Else a test on few rows, too noisy to show a
+drop, would promote anything."""
 
 
 @dataclass(frozen=True)
@@ -135,8 +137,8 @@ def _judge_negative_flips(mcnemar: McNemarTest, baseline_correct: int, max_share
 def _judge_slices(slices: Sequence[SliceDifference], max_relative_drop: float) -> Iterator[GateFinding]:
     """Yield a finding for each slice below the limit, or one for all slices.
 
-    Many small slices differ by chance. A slice below the limit by its own interval is held; it is refused if the
-    corrected p is significant too.
+    Many small slices differ by chance. A slice counts if its difference is below the limit and its interval below 0: it
+    is held, and refused if the corrected p is significant too.
     """
     any_below = False
     for slice_ in slices:
@@ -150,8 +152,8 @@ def _judge_slices(slices: Sequence[SliceDifference], max_relative_drop: float) -
             )
             yield GateFinding("refuse" if difference.p < ALPHA else "hold", text)
     if slices and not any_below:
-        text = f"none of {len(slices)} slices is significantly worse by more than {max_relative_drop:.0%}"
-        yield GateFinding("promote", text)
+        limit = f"more than {max_relative_drop:.0%} below the baseline"
+        yield GateFinding("promote", f"none of {len(slices)} slices is {limit} and significantly worse")
 
 
 def _judge_speed(speed: LatencyComparison, min_speedup: float) -> GateFinding:
