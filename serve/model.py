@@ -238,7 +238,7 @@ class ModelService:
         }
 
     def list_models(self, ready_only: bool, allowed_models: Collection[str] | None = None) -> list[dict[str, str]]:
-        """The models at this address (`app_base.ModelProvider`): this one."""
+        """The models at this address (`app.ModelProvider`): this one."""
         artifact = self.predictor.artifact
         if allowed_models is not None and artifact.name not in allowed_models:
             return []

@@ -144,7 +144,7 @@ def _read_short_texts(path: Path) -> list[str]:
     try:
         if not path.is_file():
             return []
-        import pyarrow.parquet  # the extra `alone` lacks it
+        import pyarrow.parquet  # the extra `standalone` lacks it
 
         with pyarrow.parquet.ParquetFile(path) as file:
             batches = file.iter_batches(EXAMPLE_BATCH_ROWS, columns=["text", "prediction"], use_threads=False)

@@ -103,8 +103,8 @@ class ServeReplica:
         self._model_registry.slots[model].drop_candidate()
 
     async def start_canary(self, model: str, plan: dict[str, Any]) -> dict[str, Any]:
-        """Try a candidate as planned: `refusal`, where it cannot be loaded, or `seen`, a `canary.CanaryStats`, and
-        `ratio`."""
+        """Try a candidate as planned: `refusal`, where it cannot be loaded, or `stats`, a `canary.CanaryStats`,
+        and `ratio`."""
         slot = self._model_registry.slots[model]
         try:
             await slot.start_canary(CanaryPlan(**plan))

@@ -26,8 +26,8 @@ SHUFFLE_WINDOW_ROWS = 1 << 18
 BLOCK_ROWS = 512
 """Consecutive rows of a larger store that stay in one shuffle window.
 
-The labels of a shuffle window's 512 blocks are a sample of the store's labels. How good a sample was measured on a
-sorted file of 3 million rows, as the distance between the mix of labels in a step and the mix in the file, divided by
+The larger the blocks, the fewer a shuffle window has, and the more a step's mix of labels differs from the store's.
+Measured on a sorted file of 3 million rows: the distance between the mix of a step and that of the file, divided by
 the same distance for independent draws:
 
     rows of a step       blocks of 256    of 512    of 1,024    no blocks

@@ -1,4 +1,4 @@
-"""All uses of private names of Ray, one function each.
+"""The only package that uses Ray's private names: one function for each use.
 
 A new version may remove any of them: the tests in tests/unit/ray_internals and tests/ray check that each exists and
 keeps its meaning. Ray is not imported before a function is called. Other packages import the names below.

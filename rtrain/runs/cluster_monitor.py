@@ -164,7 +164,7 @@ class ClusterMonitor:
         if stop_request.stop_requested(self._run):
             return
         if workers_by_node.keys() & capacity.draining_node_ids():
-            stop_request.request_stop(self._run, "preemption")
+            stop_request.request_stop(self._run, stop_request.PREEMPTION)
             return
         total_workers = self._capacity.count_workers(capacity.live_nodes())
         free_nodes = capacity.available_nodes(workers_by_node, self._capacity.needs)

@@ -86,8 +86,8 @@ def fit(
             run.append_event("interrupted")
             summary.write_summary(run)
             raise
-        # e.g. from Ray, outside an attempt: without an event the run would count as running for ever
         except Exception as error:
+            # An error outside an attempt, e.g. of Ray. Log it, or the run counts as running for ever.
             if summary.run_status(run.events()) == "running":
                 run.append_event("failed", error=str(error)[:2000])
                 summary.write_summary(run)
@@ -96,6 +96,7 @@ def fit(
             raise to_user_error(run, error) from error
         finally:
             group.release(run)
+            # Remove empty hang files.
             for path in set(run.folder.glob(run.hang_traceback("*").name)) - set(run.hang_tracebacks()):
                 path.unlink()
     trained = _last_trained_event(run)
@@ -119,7 +120,7 @@ def _run_attempts(
     """Make attempts until the run reaches its end or the retry budget is used.
 
     Each attempt is a worker group with its own Ray Train controller. The workers select the newest valid checkpoint.
-    Ray's own retries end with their controller; here the death of a controller is a failure like any other.
+    Ray Train's own retries would die with its controller.
     """
     run, train, cluster = prepared_run.run, prepared_run.config.recipe.train, prepared_run.config.deploy.cluster
     device, min_workers, max_workers = prepared_run.device, train.min_workers, prepared_run.device.workers
@@ -151,7 +152,7 @@ def _run_attempts(
             with monitor:
                 group.run_attempt(worker_args, replace(group_spec, workers=workers))
         except Exception as error:
-            # Before their placement group is removed.
+            # Read this before `discard` removes the placement group.
             nodes_in_use = monitor.used_nodes | worker_pool.workers_by_node(run).keys()
             group.discard(run)
             was_placed = not recovery.is_placement_timeout(error)
@@ -169,7 +170,7 @@ def _run_attempts(
             raise _stopped_by_request(prepared_run)
         group.discard(run)
         if not stop_signal.is_requested:
-            # Without a reason: a shared folder's cache may have shown a worker a request that was consumed already.
+            # No reason: the request was consumed, and a worker saw a stale copy in the shared folder's cache.
             run.append_event("restart_requested", reason=reason or "an earlier stop request", step=trained["steps"])
 
 
@@ -205,7 +206,7 @@ def recover_or_raise(
         summary.write_summary(run)
         raise to_user_error(run, error) from error
     causes = recovery.find_causes(error)
-    cause = recovery.classify_failure(causes, is_preempted=stop_request.consume_stop(run) == "preemption")
+    cause = recovery.classify_failure(causes, is_preempted=stop_request.consume_stop(run) == stop_request.PREEMPTION)
     message, is_spot_loss = recovery.summarize_causes(causes), False
     if cause == "crash" and nodes_in_use:
         timeout_s = NODE_LOSS_TIMEOUT_S if recovery.may_be_node_loss(causes) else 0
@@ -289,7 +290,8 @@ def complete_remote_copy(run: Run, cluster: ClusterConfig) -> None:
     ]
     try:
         run_copy.refuse_other_run(run.folder)
-        # If storage has every local checkpoint, keep its extra ones: local copies may have been cleaned.
+        # `push` deletes remote checkpoints that are not local. Skip it if storage lacks none: local ones may have been
+        # cleaned.
         if owner_tokens and {path.name for path in local_checkpoints} - {*run_copy.list_checkpoints()}:
             run_copy.push(run.folder, local_checkpoints)
         if run.artifact.is_dir():  # otherwise the remote artifact is the only one

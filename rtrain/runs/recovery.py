@@ -96,9 +96,9 @@ def next_worker_limit(was_placed: bool, workers: int, min_workers: int | None, m
 class GrowthTimer:
     """Decides when a run restarts with more workers: after the cluster had room for more for `delay_s` seconds.
 
-    Nodes that come and go would cost restarts, so every poll must have shown that capacity, and at least one poll must
-    have shown it free; otherwise other jobs hold the CPUs. One poll is enough, since the run's own data tasks take CPUs
-    for moments.
+    Every poll of that time must show the room in the cluster's total capacity: nodes that come and go would cost
+    restarts. One poll must show it free, otherwise other jobs hold it; not every poll, since the run's own data tasks
+    take CPUs for moments.
     """
 
     delay_s: float

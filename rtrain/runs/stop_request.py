@@ -18,6 +18,8 @@ SIGNALED = "signaled"
 """Reason after a signal to the command: its runs stop and can be resumed."""
 DIVERGED = "diverged"
 """Reason of a search: the trial has diverged and is not resumed."""
+PREEMPTION = "preemption"
+"""Reason of the driver: a node of a worker is about to be taken away."""
 
 POLL_INTERVAL_S = 1.0
 

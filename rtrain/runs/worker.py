@@ -137,16 +137,16 @@ def run_worker(worker_args: WorkerArgs) -> None:
             stream_spec = data_stream.StreamSpec(
                 store.folder,
                 context.order,
-                strategy.num_replicas,
-                strategy.replica_rank,
+                workers=strategy.num_replicas,
+                rank=strategy.replica_rank,
                 # Without padding, tokens alone limit a micro-batch.
-                None if unpadded.is_packed(network) else recipe.train.micro_batch_size,
-                max_tokens,
-                recipe.teacher_logits_key,
-                data_tasks.cpus_per_data_task(deploy.cluster.data_cpus, strategy.num_workers),
-                deploy.cluster.data_labels,
-                interval,
-                speeds,
+                micro_batch_size=None if unpadded.is_packed(network) else recipe.train.micro_batch_size,
+                max_tokens_per_micro_batch=max_tokens,
+                teacher_version=recipe.teacher_logits_key,
+                task_cpus=data_tasks.cpus_per_data_task(deploy.cluster.data_cpus, strategy.num_workers),
+                node_labels=deploy.cluster.data_labels,
+                random_step_interval=interval,
+                worker_speeds=speeds,
             )
         with reporter.stop_poller if worker.rank == 0 else contextlib.nullcontext():
             outcome = trainer.train(context, strategy, partial(_stream_batches, reporter, stream_spec), reporter, clock)
@@ -385,8 +385,13 @@ def _write_predictions(
     context: trainer.TrainingContext, source: Path, row_results: dict[str, RaggedArray], heartbeat: Callable[[], None]
 ) -> None:
     """Write each row's prediction and all scores; the log gets the headline scores of the slices."""
-    reading = resolve_window_spec(context.task, context.recipe.data)
-    tokenizer = load_tokenizer(source, reading.max_tokens, reading.stride)
+    window_spec = resolve_window_spec(context.task, context.recipe.data)
+    tokenizer = load_tokenizer(
+        source,
+        window_spec.max_tokens,
+        window_spec.stride,
+        parses_special_tokens=context.task.parses_special_tokens,
+    )
     for split, split_results in row_results.items():
         heartbeat()
         predictions.write_predictions(

@@ -127,7 +127,7 @@ def upcast_logits(logits: "torch.Tensor") -> "torch.Tensor":
 
 
 class PooledTask(BaseTask):
-    """The part of `base.Task` that these tasks share."""
+    """Common part of tasks with one output per text."""
 
     auto_model = "AutoModelForSequenceClassification"
     is_token_level = False

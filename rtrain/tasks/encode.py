@@ -43,8 +43,9 @@ def resolve_window_spec(task: Task, data: "DataConfig") -> WindowSpec:
 def load_tokenizer(
     folder: Path, max_tokens: int, stride: int = 0, *, parses_special_tokens: bool = False
 ) -> "tokenizers.Tokenizer":
-    """The folder's fast tokenizer, cutting into windows of `max_tokens`, never padding. A private object: its settings
-    are state. `parses_special_tokens`: the names of special tokens in a text are those tokens, and not text."""
+    """The folder's fast tokenizer, cutting into windows of `max_tokens`, never padding. A new object per call, since
+    truncation is stored in it. `parses_special_tokens`: the names of special tokens in a text are those tokens, and not
+    text."""
     import tokenizers
 
     path = folder / "tokenizer.json"
@@ -73,7 +74,7 @@ def encode(
     """Texts, or pairs of texts, to tokens. The longer text of a pair is read in windows, each with the whole shorter
     text.
 
-    `by_type_ids`: a second text is marked only by tokenizers that give it its own type id; else by every tokenizer.
+    `by_type_ids`: True: mark the second text only if the tokenizer gives it type id 1; False: always.
     """
     rows = list(texts) if pairs is None else list(zip(texts, pairs, strict=True))
     encoded = []
@@ -121,7 +122,7 @@ def parse_json_label(label: str, example: str) -> Any:
 
 
 def to_label_text(value: Any, label: str, example: str) -> str:
-    """A value of the list or object `label` as a text, under its `canonical_name`."""
+    """Canonical text of `value`, an entry of the JSON `label`."""
     if not isinstance(value, str | int | float) or (isinstance(value, float) and not math.isfinite(value)):
         raise InvalidLabel(f"the label {quote_value(label)} holds a value that is not a text; write {example}")
     text = canonical_name(str(value).strip())
@@ -137,7 +138,7 @@ def parse_label_list(label: str, example: str) -> list[str]:
     """The texts of a JSON list, stripped like single labels."""
     values = parse_json_label(label, example)
     assert isinstance(values, list)  # the label begins with a bracket
-    texts = [to_label_text(value, label, example).strip() for value in values]
+    texts = [to_label_text(value, label, example) for value in values]
     if not all(texts):
         raise InvalidLabel(f"the label {quote_value(label)} holds an empty text; leave it out, as in {example}")
     return texts

@@ -113,21 +113,22 @@ def kernel_args(step: int, lr: float, weight_decay: float, eps: float, beta2: fl
     return KernelArgs(lr * factor, weight_decay / factor, eps / (1 - beta2**step) ** 0.5)
 
 
-# RAdam (Liu et al. 2020, arXiv:1908.03265) at AdamW's cost: torch's fused AdamW kernel, given other numbers, since
-# torch.optim.RAdam has no fused kernel and reads and writes all of the moments several times over in one step. Let m
-# and v be the moments of step t, c1 = 1 - beta1^t and c2 = 1 - beta2^t. The kernel of AdamW does
+# RAdam (Liu et al. 2020, arXiv:1908.03265) by torch's fused AdamW kernel, with other arguments: torch.optim.RAdam has
+# no fused kernel, and reads and writes the moments several times in a step. Let m and v be the moments of step t,
+# c1 = 1 - beta1^t and c2 = 1 - beta2^t. The kernel of AdamW does
 #
 #     w <- w (1 - lr wd) - lr (m / c1) / (sqrt(v) / sqrt(c2) + eps)
 #
-# and RAdam, from the step on at which the variance of 1 / sqrt(v) is finite, with the rectification r of that step,
+# and RAdam, once the variance of 1 / sqrt(v) is finite (`rectification` is not None), with the rectification r,
 #
 #     w <- w (1 - lr wd) - lr r (m / c1) sqrt(c2) / (sqrt(v) + eps)
 #
-# which is the same with lr r for lr, wd / r for wd and eps / sqrt(c2) for eps. Before, RAdam does not adapt at all,
+# which is the kernel's with lr r for lr, wd / r for wd and eps / sqrt(c2) for eps. In earlier steps RAdam omits
+# sqrt(v),
 #
 #     w <- w (1 - lr wd) - lr (m / c1)
 #
-# which is the same with an eps so large that sqrt(v) is nothing beside it, lr as many times larger and wd smaller.
+# which is the kernel's with an eps so large that sqrt(v) does not count (UNADAPTED_EPS), lr times eps and wd / eps.
 
 
 @cache

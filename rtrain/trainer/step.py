@@ -1,5 +1,5 @@
-"""One step: micro-batches, globally normalized loss, all-reduce, clipping, finite check, optimizer. Depends on torch
-only."""
+"""One step: micro-batches, globally normalized loss, all-reduce, clipping, finite check, optimizer. It needs torch and
+a `Strategy`; it knows no run, store or Ray."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -148,7 +148,8 @@ def _select_positions(encoder: "torch.nn.Module", positions: "torch.Tensor") -> 
 
 @dataclass(eq=False)
 class StepRunner:
-    """Trains steps, given their micro-batches, which it computes for the strategy (`base.MicroBatchRunnerProtocol`)."""
+    """Trains a step from its micro-batches. The strategy decides when each is computed, and calls this object's
+    methods for it (`base.MicroBatchRunnerProtocol`)."""
 
     strategy: "Strategy"
     optimizer: "torch.optim.Optimizer"
@@ -171,7 +172,8 @@ class StepRunner:
         expected_targets: Sequence[int] | None = None,
         measure_noise: bool = False,
     ) -> StepResult:
-        """Train one step. Every worker all-reduces exactly once, even without rows: the others would wait forever.
+        """Train one step. Every worker takes part in the same collectives, even without rows: the others would wait
+        forever.
 
         loss = sum over the step's targets / their count, over all micro-batches and workers; the sum over several
         parts. DistributedDataParallel averages over workers, so each worker's sum is multiplied by their number:

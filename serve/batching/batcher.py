@@ -220,7 +220,8 @@ class Batcher:
         """The output for each row of `encoded` (at least one), in its order; `deadline` is on the loop's clock. The
         engine's time is shared out fairly among the values of `client`.
 
-        Raises Overloaded, Expired or EngineError. Where the caller is cancelled, its rows leave the queue.
+        Raises `scheduler.Overloaded`, DeadlineExceeded or EngineError. Where the caller is cancelled, its rows leave
+        the queue.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()

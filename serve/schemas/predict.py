@@ -10,7 +10,7 @@ from rtrain.tasks.base import Input
 
 MAX_FIELD_CHARACTERS = 100
 MAX_DEPTH = 32
-"""How deep a document's lists and objects may be nested; a request of ours has 6 at most."""
+"""Maximum nesting of a document's lists and objects; no valid request has more than 6 levels."""
 DEFAULT_MAX_LABELS = 100
 """Most labels that are answered to a text by default. 256 texts with 1,800 labels each were a reply of 23.6 MB."""
 # An unterminated string ends with the document: its content must not count. Possessive, so a hostile string is scanned
@@ -278,15 +278,15 @@ class ErrorReply(StrictModel):
 
 class JsonSize(NamedTuple):
     depth: int
-    """Lists and objects within each other; none in a document that is a text or a number."""
+    """Maximum nesting of lists and objects; 0 for a single text or number."""
     num_values: int
-    """Commas and opening brackets, and one: as many values, a few more where lists are empty."""
+    """1 + commas + opening brackets: the number of values, or a few more if lists are empty."""
 
 
 def measure_json(body: bytes, max_values: int) -> JsonSize:
     """Number of values and nesting depth of `body`. Above `max_values` counting stops, and the depth is 0, so the cost
     is bounded by the length and by `max_values`."""
-    # A value has a name at most, so that it is two texts.
+    # At most two strings per value: its name in an object, and the value itself.
     without_strings, num_strings = _STRING.subn(b"", body, 2 * max_values + 1)
     if num_strings > 2 * max_values:
         return JsonSize(0, num_strings)
@@ -310,8 +310,8 @@ def max_num_values(max_texts: int) -> int:
 
 
 def parse_request(model: type[RequestModel], body: bytes, max_texts: int = 256) -> RequestModel:
-    """The request in `body`, or the `RequestError` to answer: 400 where it is no JSON, 413 where it has more values
-    than `max_texts` can need, 422 where it is another's."""
+    """Parse and check `body`. Raises `RequestError`: 400 if it is not JSON or nested too deep, 413 if it has more
+    values than `max_texts` texts can need, 422 if it does not match `model`."""
     json_size = measure_json(body, max_num_values(max_texts))
     if json_size.num_values > max_num_values(max_texts):
         raise RequestError(
