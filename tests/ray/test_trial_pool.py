@@ -146,7 +146,8 @@ def test_a_trial_that_kills_its_slot_each_time_fails_and_the_search_goes_on(ray_
     selection, deaths = searched(ray_session / "killer"), list[int]()
 
     def kill(event: dict[str, Any]) -> None:
-        if event["kind"] == "progress" and event.get("trial") == 1 and (pids := slot_processes()):
+        # At the start of an attempt: this trial's few steps may be over when their progress is read.
+        if event["kind"] == "started" and event.get("trial") == 1 and (pids := slot_processes()):
             deaths.append(pids[0])
             os.kill(pids[0], signal.SIGKILL)
 
