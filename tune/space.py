@@ -1,5 +1,5 @@
 """The search space: dimensions of `tune.space`, points, and the settings of a trial at a point. Pure functions, and
-deterministic by seed. `rtrain.config.deploy.DEFAULT_SPACE` is the default."""
+deterministic by seed. `rtrain.config.tune.DEFAULT_SPACE` is the default."""
 
 import itertools
 import json

@@ -2,6 +2,8 @@
 
 Activation scales are static and come from training rows. Scales that are computed per batch make an answer depend on
 the other rows of its batch (I8): dynamic int8 changed logits by a tenth of their range.
+
+The docstring of `rtrain.core.engines` lists the steps for another engine.
 """
 
 import gzip

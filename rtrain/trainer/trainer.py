@@ -449,7 +449,7 @@ class Trainer(step.StepRunner, step.Observer):
         return collectives.run_on_all_ranks(strategy.watchdog, load)
 
     def _verify_best(self) -> int | None:
-        """Step of the best checkpoint, if there is one that verifies. Rank 0 verifies it, and reports a lost one."""
+        """Step of the best checkpoint, or None if none verifies. Rank 0 verifies it, and reports a lost checkpoint."""
         state, folder = self.state, self._saver.folder
         if (step_number := state.best_step) is None:
             return None

@@ -106,7 +106,7 @@ from rtrain.core import env
 env.set_env_defaults()
 import ray, ray.serve
 from ray.serve.schema import ServeDeploySchema
-from rtrain.cluster.kubernetes import manifests
+from rtrain.cluster import kubernetes_manifests as manifests
 from tests.support.heads import free_ports
 from serve import kuberay_app
 *_, document = yaml.safe_load_all(manifests.render_manifests(manifests.ManifestOptions(artifact=sys.argv[1])))
