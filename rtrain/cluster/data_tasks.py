@@ -16,8 +16,8 @@ def resolve_data_cpus(data_cpus: int | None, workers: int) -> int:
 
     `data_cpus` is the setting `cluster.data_cpus`; None takes `MIN_DATA_CPUS`, and one more per `WORKERS_PER_DATA_CPU`
     workers. All users take this number: a private cluster starts with it (`connection.session`), a shared cluster must
-    have it (`ResourceRequest`, `preflight.check_capacity`), the autoscaler is asked for it (`autoscaler_requests`), and
-    `cpus_per_data_task` divides it.
+    provide it (`ResourceRequest`, `preflight.check_capacity`), the autoscaler is asked for it (`autoscaler_requests`),
+    and `cpus_per_data_task` divides it.
     """
     return MIN_DATA_CPUS + workers // WORKERS_PER_DATA_CPU if data_cpus is None else data_cpus
 
