@@ -199,7 +199,7 @@ class RemoteCopy:
                     on_progress()
                 # A local one without its manifest, from a truncated copy of the run folder.
                 checkpoint_format.delete_checkpoint(final_path)
-                draft.rename(final_path)
+                atomic_write.publish_folder(draft, final_path)
             finally:
                 shutil.rmtree(draft, ignore_errors=True)
 

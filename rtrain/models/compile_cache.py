@@ -8,11 +8,10 @@ import contextlib
 import gzip
 import os
 import shutil
-import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
-from rtrain.core import env
+from rtrain.core import atomic_write, env
 from rtrain.core.engines import COMPRESSED_SUFFIX
 
 MAX_CACHED = 8
@@ -63,16 +62,8 @@ def unpack_files(files: Sequence[Path], folder: Path) -> list[Path]:
     targets = [folder / path.name.removesuffix(COMPRESSED_SUFFIX) for path in files]
     for path, target in zip(files, targets, strict=True):
         if not target.is_file() or target.stat().st_size != content_size(path):
-            draft = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}")
-            try:
-                with draft.open("wb") as file:
-                    file.write(read_compressed(path))
-                    file.flush()
-                    os.fsync(file.fileno())  # otherwise a crash may leave the name without the bytes
-                draft.rename(target)  # atomic, since another process may be loading it
-            except BaseException:
-                draft.unlink(missing_ok=True)
-                raise
+            with atomic_write.replace_file(target) as draft:  # another process may be loading it
+                draft.write_bytes(read_compressed(path))
     return targets
 
 

@@ -9,7 +9,7 @@ loss of power: all processes are killed at once.
 
 The registry has one file per event of a machine. Ray's autoscaler requests machines from several processes and threads,
 `cloud.SimulatedCloud` starts them, and machines record their own end. Each file is written once and atomically by one
-of them, without locks. Only the standard library and psutil are imported, for a fast start.
+of them, without locks. Imports are few, for a fast start.
 """
 
 import contextlib
@@ -28,6 +28,8 @@ from types import FrameType
 from typing import Any, Literal
 
 import psutil
+
+from rtrain.core import atomic_write
 
 EndReason = Literal["terminated", "killed", "left", "down"]
 """Why a machine ended: the autoscaler terminated it, it was killed, its Ray exited (as after a drain), or the whole
@@ -122,9 +124,7 @@ class MachineRegistry:
         return self.folder / f"{name}.{suffix}"
 
     def _write(self, name: str, suffix: str, document: Mapping[str, Any]) -> None:
-        draft = self._file(name, f"{suffix}-draft")
-        draft.write_text(json.dumps(document))
-        draft.rename(self._file(name, suffix))  # atomic: a reader sees a complete file
+        atomic_write.write_text(self._file(name, suffix), json.dumps(document))
 
 
 class MachineProcess:

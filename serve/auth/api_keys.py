@@ -204,17 +204,14 @@ def _lock_folder(path: Path) -> Iterator[Path]:
 
 def _write_keys(path: Path, keys: Sequence[ApiKey]) -> None:
     """All or nothing: a reader, or a machine that stops, sees the old file or the new one."""
-    draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
-        with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with (
+            atomic_write.replace_file(path) as draft,
+            os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file,
+        ):
             file.write(_KeyFile(keys=tuple(keys)).model_dump_json(indent=1, exclude_none=True) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(path)
     except OSError as error:
-        draft.unlink(missing_ok=True)
         raise UserError(f"key file {path} cannot be written: {error.strerror}", code="unwritable") from None
-    atomic_write.sync(path.parent)
 
 
 class KeyStore:
