@@ -65,7 +65,7 @@ class LineSeries:
 
 @dataclass(frozen=True)
 class VerticalMark:
-    """A vertical line at `x`: the end of an epoch, a restart, a crash, the best update."""
+    """A vertical line at `x`: the end of an epoch, a restart, a crash, the best step."""
 
     x: float
     name: str
@@ -101,7 +101,7 @@ def draw_lines(
         anchor, left = (
             ("end", x(mark.x) - 5 - name_width) if x(mark.x) > x.stop - name_width else ("start", x(mark.x) + 4)
         )
-        place = y.stop + MARK_OFFSETS[mark.kind]  # a row per kind: several may lie at one update
+        place = y.stop + MARK_OFFSETS[mark.kind]  # a row per kind: several may lie at one step
         row = label_extents.setdefault(place, [])
         if mark.name and all(left + name_width <= low or high <= left for low, high in row):
             row.append((left, left + name_width))

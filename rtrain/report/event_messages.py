@@ -22,18 +22,18 @@ def format_evaluated(event: Event) -> str:
     scores += f"  loss {event['loss']:.4f}" if event.get("loss") is not None else ""
     split, step, thresholds = event["split"], event["step"], event.get("calibration")
     if split == "valid" and not thresholds:
-        head = f"update {step}  {split}"
+        head = f"step {step}  {split}"
     else:
         settings_text = ", ".join(
             f"{name} {_format_range(value)}" for name, value in (thresholds or {}).items() if value
         )
-        head = f"{split}, by the weights of update {step}" + (f" and {settings_text}" if settings_text else "")
+        head = f"{split}, by the weights of step {step}" + (f" and {settings_text}" if settings_text else "")
     return f"{head}: {scores}  ({event['scores']['rows']} rows)"
 
 
 def format_best(event: Event) -> str:
     name, sign = event["headline"].removeprefix("neg_"), -1 if event["headline"].startswith("neg_") else 1
-    score, text = f"{name} {sign * event['score']:.4f}", f"best of {event['num_evaluations']}: update {event['step']}"
+    score, text = f"{name} {sign * event['score']:.4f}", f"best of {event['num_evaluations']}: step {event['step']}"
     if event["reason"] == "score":
         return f"{text}, {score}"
     return f"{text}, a tie by {score}, {'of the lower loss' if event['reason'] == 'loss' else 'the first of them'}"
@@ -197,7 +197,7 @@ def format_rows(event: Event) -> str:
 
 def format_crash(event: Event) -> str:
     hung = f"; stack of the hang: {', '.join(event['hang_tracebacks'])}" if event["hang_tracebacks"] else ""
-    return f"{event['cause']}: {event['error']}{hung}; going on from update {event['resumes_from']}"
+    return f"{event['cause']}: {event['error']}{hung}; going on from step {event['resumes_from']}"
 
 
 def format_threads(event: Event) -> str:
@@ -227,8 +227,8 @@ def format_start(event: Event) -> str:
     rate = f", learning rate {event['lr']:.3g} at its peak" if "lr" in event else ""
     workers = f"{event['workers']} worker{'' if event['workers'] == 1 else 's'}"
     device_text = f" on {event['device']}" if "device" in event else ""
-    rows = f", {event['global_batch_size']} rows per update" if "global_batch_size" in event else ""
-    return f"{workers}{device_text}, {event['precision']}{rows}{rate}, from update {event['step']}"
+    rows = f", {event['global_batch_size']} rows per step" if "global_batch_size" in event else ""
+    return f"{workers}{device_text}, {event['precision']}{rows}{rate}, from step {event['step']}"
 
 
 def format_answered(event: Event) -> str:
@@ -307,7 +307,7 @@ FORMATTERS: Mapping[str, Callable[[Event], str | None]] = {
     ),
     "quarantined": lambda event: f"{event['checkpoint']} does not verify ({event['reason']}): set aside",
     "best_lost": lambda event: (
-        f"the best checkpoint, of update {event['step']}, does not verify: the best is sought anew"
+        f"the best checkpoint, of step {event['step']}, does not verify: the best is sought anew"
     ),
     "remote_copy_incomplete": lambda event: f"not copied: {event['error']} The next save tries again.",
     "storage_unreachable": lambda event: (

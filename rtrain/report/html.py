@@ -64,7 +64,7 @@ def build_drill_section(run: collect.RunData) -> Section | None:
         for fault in report["faults"]
     ]
     intro = (
-        f"{'Passed' if report['passed'] else 'FAILED'}: {len(rows)} faults in {report['steps']} updates of "
+        f"{'Passed' if report['passed'] else 'FAILED'}: {len(rows)} faults in {report['steps']} steps of "
         f"{report['workers']} workers. Compared with an undisturbed run: "
         f"{'the same weights, bit for bit' if report['is_same_weights'] else 'OTHER WEIGHTS'}, "
         f"{'the same rows in the same order' if report['is_same_order'] else 'OTHER ROWS'}; {report['rows_lost']} rows "

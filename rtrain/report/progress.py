@@ -161,7 +161,7 @@ class ProgressLine:
         if self._status or self._search or is_due:
             self._last_progress_at = event["time"]
             self._update_status(
-                f"update {event['step']}/{event['total_steps']}  loss {event['loss']:.4f}{self._format_pace(event)}"
+                f"step {event['step']}/{event['total_steps']}  loss {event['loss']:.4f}{self._format_pace(event)}"
             )
 
     def _format_pace(self, event: dict[str, Any]) -> str:
@@ -211,7 +211,7 @@ def format_summary(summary: dict[str, Any], run: Run) -> str:
     scores = ", ".join(f"{name} {value:.4f}" for name, value in test.items() if name != "rows")
     padding = summary["padded_tokens"] / summary["real_tokens"] if summary["real_tokens"] else 1.0
     lines = [
-        f"{summary['status']}: {summary['steps']} updates, {summary['rows_seen']:,} rows in "
+        f"{summary['status']}: {summary['steps']} steps, {summary['rows_seen']:,} rows in "
         f"{seconds['train']:.0f} s of training ({summary['rows_per_second']:.0f} rows/s), "
         f"input wait {seconds['input_wait']:.2f} s, padded/real tokens {padding:.2f}",
         f"test ({test.get('rows', 0)} rows): {scores}" if test else "no test score yet",
@@ -222,7 +222,7 @@ def format_summary(summary: dict[str, Any], run: Run) -> str:
     if scale := summary["noise_scale"]:
         high = "more" if scale["high"] is None else f"{scale['high']:,.0f}"
         rows = f"{scale['rows']:,.0f} rows ({scale['low']:,.0f} to {high})"
-        lines.insert(1, f"noise scale of the gradient: {rows}; an update has {summary['global_batch_size']:,}")
+        lines.insert(1, f"noise scale of the gradient: {rows}; a step has {summary['global_batch_size']:,}")
     if cost_document := summary.get("cost"):
         lines.insert(-1, f"cost: {format_cost(cost_document)}")
     if run.report.is_file():

@@ -211,12 +211,12 @@ def _build_interruption_table(run: RunData) -> list[Block]:
 def _describe_interruption(run: RunData, event: Event) -> str:
     if event["kind"] == "crashed":
         cause = "lost node" if event["cause"] == "node_lost" else event["cause"]
-        return f"{cause}: {truncate(event['error'], 160)}; resumed from update {event['resumes_from']}"
+        return f"{cause}: {truncate(event['error'], 160)}; resumed from step {event['resumes_from']}"
     if event["kind"] == "restart_requested":
-        return f"{event['reason']}: saved at update {event['step']}, resumed from it"
+        return f"{event['reason']}: saved at step {event['step']}, resumed from it"
     if event["kind"] == "failed":
         return truncate(event["error"], 300)
-    return f"at update {event['step']}" if "step" in event else _describe_next_attempt(run, event)
+    return f"at step {event['step']}" if "step" in event else _describe_next_attempt(run, event)
 
 
 def _describe_next_attempt(run: RunData, event: Event) -> str:

@@ -97,7 +97,7 @@ def test_scores_without_rows_that_are_training_rows_stand_below_the_scores(finis
     assert list(result.rows)[1] == expected
     text = page_of(run.folder).text
     assert f"5 of 40 test rows are training rows too, but for case, blanks and punctuation: {places}." in text
-    assert "Best of 2: update 10, a tie by accuracy 0.5000, of the lower loss." in text
+    assert "Best of 2: step 10, a tie by accuracy 0.5000, of the lower loss." in text
 
 
 @pytest.mark.parametrize(("reached", "said"), [(0.9, "NOT ahead of"), (0.1, "ahead of")])

@@ -106,7 +106,7 @@ def test_curve_of_repeated_updates_is_drawn_once_and_the_crash_is_marked(known: 
     ]
     assert run_details.checkpoint_steps(known) == [5, 10, 15, 20]
     stops = table(run_details.build_training_section(known), "Interruptions")
-    assert [row[1:] for row in stops.rows] == [("crashed", "crash: Worker died; resumed from update 10")]
+    assert [row[1:] for row in stops.rows] == [("crashed", "crash: Worker died; resumed from step 10")]
 
 
 def test_a_node_that_was_lost_has_a_name_of_its_own(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_a_node_that_was_lost_has_a_name_of_its_own(tmp_path: Path) -> None:
     rewrite_log(run, [{**event, **loaded} if event["kind"] == "crashed" else event for event in Run(run).events()])
     result = read(run)
     stops = table(run_details.build_training_section(result), "Interruptions")
-    assert stops.rows[0][1:] == ("crashed", f"lost node: {loaded['error']}; resumed from update 10")
+    assert stops.rows[0][1:] == ("crashed", f"lost node: {loaded['error']}; resumed from step 10")
     [tile] = [item for item in outcome.build_tiles(result) if item.name == "restarts"]
     assert tile.note == "0 after a crash, 1 after a lost node"
     assert summary.summarize(Run(run))["interruptions"] == {"node_lost": 1}

@@ -73,8 +73,8 @@ def test_speed_is_what_passed_since_the_first_progress_of_a_start(capsys: pytest
     lines = shown(capsys, start, start, start, first, then)
     # 1,280 rows and 20,000 tokens in 4 s; the time before the first progress is set-up, not speed.
     assert lines[-2:] == [
-        "update 10/100  loss 0.5000  2 restarts",
-        "update 30/100  loss 0.5000  320 rows/s, 5,000 tokens/s  14 s left  2 restarts",
+        "step 10/100  loss 0.5000  2 restarts",
+        "step 30/100  loss 0.5000  320 rows/s, 5,000 tokens/s  14 s left  2 restarts",
     ]
 
 
@@ -96,7 +96,7 @@ def test_the_live_line_of_a_terminal_is_one_line_on_any_width(
         line(first)
         line(then)
     shown_text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
-    lines = [text.rstrip() for text in re.split(r"[\r\n]", shown_text) if "update 3/100" in text]
+    lines = [text.rstrip() for text in re.split(r"[\r\n]", shown_text) if "step 3/100" in text]
     assert lines
     assert all(len(text) <= 40 and text.endswith("…") for text in lines)
 
@@ -192,7 +192,7 @@ def test_a_search_says_its_own_events_and_of_its_trials_what_goes_wrong(capsys: 
     assert lines == [
         "trial 1: lr 0.1",
         "trial 0: no GPU",
-        "trial 1: worker died: SIGKILL; going on from update 5",
+        "trial 1: worker died: SIGKILL; going on from step 5",
         "no further trial",
     ]
 
@@ -205,7 +205,7 @@ def test_a_search_that_is_silent_for_a_minute_says_how_far_it_is(capsys: pytest.
             now += progress.STATUS_INTERVAL_S / 2
             line({**update(10 * number, now), "trial": 2})
     lines = [text.split(" s  ", 1)[1] for text in capsys.readouterr().err.splitlines()]
-    assert lines == ["trial 2: lr 0.1", "1 so far  trial 2: update 20/100  loss 0.5000  240 s left"]
+    assert lines == ["trial 2: lr 0.1", "1 so far  trial 2: step 20/100  loss 0.5000  240 s left"]
 
 
 def test_the_live_line_of_a_search(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -216,7 +216,7 @@ def test_the_live_line_of_a_search(capsys: pytest.CaptureFixture[str], monkeypat
         line({**update(10, 1.0), "trial": 2})
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
     assert "trial 2: lr 0.1" in text
-    assert "1 so far  trial 2: update 10/100  loss 0.5000" in text
+    assert "1 so far  trial 2: step 10/100  loss 0.5000" in text
 
 
 def test_trials_that_wait_for_nodes_are_one_line_a_time(capsys: pytest.CaptureFixture[str]) -> None:
@@ -246,7 +246,7 @@ def test_every_kind_of_event_that_is_told_has_a_line(capsys: pytest.CaptureFixtu
     }
     events: list[tuple[dict[str, Any], str | None]] = [
         ({"kind": "created", "time": 1.0}, None),
-        (started, "from update 40"),
+        (started, "from step 40"),
         ({**rows, "kind": "tokens_reused"}, "/runs/.tokens/abc/quarantine.parquet"),
         (evaluated, "accuracy 0.5000"),
         ({**evaluated, "calibration": {"threshold": 0.3}}, "threshold 0.3000"),
