@@ -280,6 +280,9 @@ FORMATTERS: Mapping[str, Callable[[Event], str | None]] = {
     "conflicts": format_conflicts,
     "unlabeled": format_unlabeled,
     "vocabulary": format_vocabulary,
+    "embedding_rows": lambda event: (
+        f"word embedding: the {event['used']:,} used of {event['total']:,} rows are trained; the others only decay"
+    ),
     "strategy": lambda event: f"strategy: {event['reason']}",
     "unseen": format_unseen,
     "running_text": format_running_text,

@@ -25,7 +25,16 @@ from rtrain.data.store.store import Store, open_store
 from rtrain.inference import artifact
 from rtrain.metrics import per_class, scores
 from rtrain.metrics.registry import get_metric
-from rtrain.models import builder, model_files, pooling, precision as formats, unpadded, vocab_trimming
+from rtrain.models import (
+    builder,
+    model_files,
+    network_parts,
+    pooling,
+    precision as formats,
+    unpadded,
+    used_vocabulary,
+    vocab_trimming,
+)
 from rtrain.models.device import choose_worker_device
 from rtrain.parallel import collectives, dtensor_utils, gradient_noise, layout
 from rtrain.parallel.base import Strategy
@@ -34,15 +43,16 @@ from rtrain.planning import memory_estimate
 from rtrain.report import summary
 from rtrain.runs import export, nodes, predictions, recovery, stop_request
 from rtrain.tasks import base
+from rtrain.tasks.defaults import BaseTask
 from rtrain.tasks.encode import load_tokenizer, resolve_window_spec
-from rtrain.trainer import batch_size, evaluate, losses, trainer
+from rtrain.trainer import batch_size, evaluate, losses, optimizers, trainer
 
 if TYPE_CHECKING:
     import torch
     import transformers
 
-MICRO_BATCH_TOKENS_KEY = "max_tokens_per_micro_batch"
-"""Key of the decision in decisions.json."""
+MICRO_BATCH_TOKENS_KEY, EMBEDDING_ROWS_KEY = "max_tokens_per_micro_batch", "embedding_rows"
+"""Keys of decisions in decisions.json."""
 
 
 @dataclass(frozen=True)
@@ -114,6 +124,9 @@ def run_worker(worker_args: WorkerArgs) -> None:
             run, watchdog, reporter = worker.run, worker.watchdog, worker.reporter
             store, task = open_store(worker_args.store), base.get_task(recipe.task)
             network = _build_network(worker, store, task)
+            vocabulary = _restrict_embedding(worker, store, task, network)
+            if not worker.is_model_parallel:  # otherwise it is sharded in place: no GPU needs memory for all of it
+                builder.move_to_device(network, worker.device)
             if worker.rank == 0 and not worker_args.is_rung and run.last_event("tokenizer") is None:
                 _compare_tokenizers(worker)
             precision = decide_precision(watchdog, worker.device, run, recipe.train.precision)
@@ -151,7 +164,7 @@ def run_worker(worker_args: WorkerArgs) -> None:
         with reporter.stop_poller if worker.rank == 0 else contextlib.nullcontext():
             outcome = trainer.train(context, strategy, partial(_stream_batches, reporter, stream_spec), reporter, clock)
         if outcome.is_finished:
-            _finish(worker, context, strategy, network, outcome)
+            _finish(worker, context, strategy, network, outcome, vocabulary)
         watchdog.stop()
 
 
@@ -193,9 +206,34 @@ def _build_network(worker: _Worker, store: Store, task: base.Task) -> "transform
     network = collectives.run_on_all_ranks(worker.watchdog, build)
     if recipe.train.gradient_checkpointing:
         builder.enable_activation_checkpointing(network)
-    if not worker.is_model_parallel:  # otherwise it is sharded in place: no GPU needs memory for all of it
-        builder.move_to_device(network, worker.device)
     return network
+
+
+def _restrict_embedding(
+    worker: _Worker, store: Store, task: base.Task, network: "transformers.PreTrainedModel"
+) -> used_vocabulary.UsedVocabulary | None:
+    """Restrict the word embedding to the rows of the run's tokens, by `train.embedding_rows`; None for all rows."""
+
+    @worker.watchdog.extended_timeout()
+    def choose_vocabulary() -> used_vocabulary.UsedVocabulary | None:
+        if worker.rank:
+            return None
+        run, vocabulary = worker.run, None
+        choice = run.decisions.get(EMBEDDING_ROWS_KEY, worker.args.config.recipe.train.embedding_rows)
+        if choice != "all" and type(task).prepare is BaseTask.prepare:  # others make tokens that the store lacks
+            min_unused_weights = used_vocabulary.MIN_UNUSED_WEIGHTS if choice == "auto" else 1
+            ids = used_vocabulary.special_ids(worker.args.model).union(store.used_ids().tolist())
+            vocabulary = used_vocabulary.select_vocabulary(network, ids, min_unused_weights)
+        if vocabulary is not None and EMBEDDING_ROWS_KEY not in run.decisions:
+            run.append_event("embedding_rows", used=len(vocabulary.ids), total=vocabulary.size)
+        run.decide_once(EMBEDDING_ROWS_KEY, "all" if vocabulary is None else "used")
+        return vocabulary
+
+    choice = collectives.run_on_all_ranks(worker.watchdog, choose_vocabulary)
+    vocabulary: used_vocabulary.UsedVocabulary | None = collectives.all_gather_object(choice)[0]
+    if vocabulary is not None:
+        used_vocabulary.restrict_embedding(network, vocabulary)
+    return vocabulary
 
 
 def _make_context(
@@ -333,6 +371,7 @@ def _finish(
     strategy: Strategy,
     network: "transformers.PreTrainedModel",
     outcome: trainer.TrainingResult,
+    vocabulary: used_vocabulary.UsedVocabulary | None,
 ) -> None:
     """After the last step: rank 0 writes predictions, scores and the artifact."""
     worker.reporter.event("writing")
@@ -351,6 +390,8 @@ def _finish(
         calibrated, result = _calibrate(context, outcome, row_results)
         _write_predictions(calibrated, source, row_results, heartbeat)
         heartbeat()
+        if vocabulary is not None:
+            weights[vocabulary.name] = _complete_embedding(worker, context, vocabulary, weights, result.best_step or 0)
         formats.to_fp32_(network)
         export.export_artifact(network, source, calibrated, result, row_results.get("valid"), weights=weights)
         heartbeat()
@@ -358,6 +399,23 @@ def _finish(
 
     # A rank that leaves would end the run before the artifact is written.
     collectives.run_on_all_ranks(worker.watchdog, write_artifact)
+
+
+def _complete_embedding(
+    worker: _Worker,
+    context: trainer.TrainingContext,
+    vocabulary: used_vocabulary.UsedVocabulary,
+    weights: "Mapping[str, torch.Tensor]",
+    steps: int,
+) -> "torch.Tensor":
+    """The complete word embedding after `steps` steps: the trained rows, and the other rows of the initial network with
+    their decay."""
+    recipe, labels = context.recipe, context.store.manifest.labels
+    initial = builder.build_network(worker.args.model, context.task, labels, recipe.train.seed, recipe.model)
+    table: torch.nn.Parameter = initial.get_input_embeddings().weight
+    factor = network_parts.lr_factors(initial, recipe.optim.layerwise_lr_decay)[table]
+    decay = optimizers.decay_product(recipe, steps, context.order.num_steps, factor)
+    return vocabulary.expand_rows(weights[vocabulary.name], table.detach(), decay)
 
 
 def _calibrate(

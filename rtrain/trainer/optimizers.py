@@ -81,6 +81,16 @@ def learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
     return peak * remaining_steps / decay_steps
 
 
+def decay_product(recipe: Recipe, steps: int, total_steps: int, factor: float = 1.0) -> float:
+    """The factor by which weight decay alone has changed a weight matrix after `steps` steps.
+
+    Args:
+        factor: The matrix's learning-rate factor (`optim.layerwise_lr_decay`).
+    """
+    decay = recipe.optim.weight_decay * factor
+    return math.prod(1 - learning_rate(recipe, step, total_steps) * decay for step in range(steps))
+
+
 RECTIFIED_LENGTH = 5.0
 """Length of the approximated moving average above which torch.optim.RAdam rectifies (Liu et al.: 4)."""
 UNADAPTED_EPS = 2.0**60

@@ -23,12 +23,12 @@ from rtrain.core.run_folder import Run
 from rtrain.data import stream
 from rtrain.data.order import RowOrder
 from rtrain.data.store.store import open_store
-from rtrain.models import builder
+from rtrain.models import builder, network_parts, used_vocabulary
 from rtrain.parallel import collectives, dtensor_utils
 from rtrain.parallel.base import Strategy
 from rtrain.parallel.layout import build_strategy, check_parallelism
 from rtrain.tasks import base
-from rtrain.trainer import losses, step
+from rtrain.trainer import losses, optimizers, step
 from rtrain.trainer.trainer import Clock, Trainer, TrainingContext
 from rtrain.verification import planted_bugs
 
@@ -100,6 +100,8 @@ class VerificationCase:
     bug: str | None = None
     """A key of `planted_bugs.BUGS`, or None."""
     precision: str = EXACT_PRECISION
+    uses_rows: bool = False
+    """Train the used rows of the word embedding alone (`train.embedding_rows=used`)."""
 
     @property
     def is_exact(self) -> bool:
@@ -109,13 +111,14 @@ class VerificationCase:
     def name(self) -> str:
         resumed_text = "resized from 1" if self.resumed_from == SINGLE_WORKER else f"resumed from {self.resumed_from}"
         parts = [f"{self.workers} x {self.micro_batch_size}", self.layout, self.resumed_from and resumed_text]
-        parts += [self.bug or "", "" if self.is_exact else self.precision]
+        parts += ["used rows" if self.uses_rows else "", self.bug or "", "" if self.is_exact else self.precision]
         return ", ".join(part for part in parts if part)
 
     @property
     def checkpoint_name(self) -> str:
         """Name of the checkpoint that the case leaves in mid-slice, or empty."""
-        return self.layout if self.is_exact and not self.resumed_from and not self.bug else ""
+        is_source = self.is_exact and not self.resumed_from and not self.bug and not self.uses_rows
+        return self.layout if is_source else ""
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,8 @@ def make_plan(
         cases = _make_cases(workers, sizes, valid_layouts)
         for layout in ("", *valid_layouts):
             cases += [VerificationCase(workers, 3, layout, bug=bug) for bug in bugs.get(layout, ())]
+        if planted_bugs.STALE_ROW_BUG in bugs.get("", ()):
+            cases.append(VerificationCase(workers, 3, bug=planted_bugs.STALE_ROW_BUG, uses_rows=True))
         groups.append(tuple(cases))
     budget = int((FULL_TOKEN_BUDGET if full else TOKEN_BUDGET) / max(1.0, mean_tokens))
     batch_size = min(config.recipe.global_batch_size, FULL_MAX_BATCH_SIZE if full else MAX_BATCH_SIZE)
@@ -235,12 +240,14 @@ def _make_cases(workers: int, sizes: Sequence[int], layouts: Sequence[str]) -> l
     """Cases of a group: each layout is trained, and resumed by the next one; the last by workers with the full
     model."""
     cases = [VerificationCase(workers, size) for size in sizes]
+    cases.append(VerificationCase(workers, sizes[1], uses_rows=True))
     if workers == 1:
         return [*cases, *(VerificationCase(1, size, precision="fp32") for size in sizes[:2])]
     if FP32_LAYOUT in layouts:
         cases.append(VerificationCase(workers, sizes[1], FP32_LAYOUT, precision="fp32"))
     cases.append(VerificationCase(workers, sizes[1], resumed_from=SINGLE_WORKER))
     cases += [VerificationCase(workers, sizes[1], name) for name in layouts]
+    cases += [VerificationCase(workers, sizes[1], name, uses_rows=True) for name in layouts if name == FP32_LAYOUT]
     chain = pairwise([*layouts, ""])
     return [*cases, *(VerificationCase(workers, sizes[1], into, resumed_from=name) for name, into in chain)]
 
@@ -301,6 +308,8 @@ def run_group(training_slice: TrainingSlice, cases: Sequence[VerificationCase]) 
     built = builder.build_network(folder, task, store.manifest.labels, recipe.train.seed, recipe.model)
     # Evaluation mode disables dropout for every architecture; encoders have no other layer with two modes.
     initial_network = cast("torch.nn.Module", built).double().eval()
+    used_ids = used_vocabulary.special_ids(folder).union(store.used_ids().tolist())
+    vocabulary = used_vocabulary.select_vocabulary(built, used_ids, 1)
     order = RowOrder(store.manifest.digest, training_slice.rows, recipe.global_batch_size, 1, recipe.train.seed)
     context = TrainingContext(
         recipe=recipe,
@@ -317,8 +326,11 @@ def run_group(training_slice: TrainingSlice, cases: Sequence[VerificationCase]) 
         start = time.perf_counter()
         network = copy.deepcopy(initial_network)
         train = case_train_config(recipe.train, case.layout, case.workers)
+        if case.uses_rows and vocabulary is not None:
+            used_vocabulary.restrict_embedding(network, vocabulary)
         strategy = build_strategy(network if case.is_exact else network.float(), train)
-        reference = _ReferenceFiles(case, training_slice, is_active=collectives.is_rank_zero())
+        case_vocabulary = vocabulary if case.uses_rows else None
+        reference = _ReferenceFiles(case, training_slice, collectives.is_rank_zero(), case_vocabulary)
         measurement = _train(replace(context, precision=case.precision), case, strategy, reference)
         reference.compare_weights(initial_network, strategy, measurement)
         measurement.differing_workers = _count_differing_workers(strategy.module)
@@ -382,9 +394,16 @@ class _ReferenceFiles:
     """Gradients and weights of the first case of a precision, on disk; every later case of that precision is compared
     with them."""
 
-    def __init__(self, case: VerificationCase, training_slice: TrainingSlice, is_active: bool):
+    def __init__(
+        self,
+        case: VerificationCase,
+        training_slice: TrainingSlice,
+        is_active: bool,
+        vocabulary: used_vocabulary.UsedVocabulary | None = None,
+    ):
         self._folder = training_slice.scratch / (REFERENCE if case.is_exact else f"{REFERENCE}-{case.precision}")
-        self._is_active, self._middle_step = is_active, training_slice.steps // 2
+        self._is_active, self._vocabulary, self._slice = is_active, vocabulary, training_slice
+        self._middle_step = training_slice.steps // 2
         self._floor = GRADIENT_FLOOR if case.is_exact else FP32_GRADIENT_FLOOR
         self.is_complete = (self._folder / "weights.safetensors").is_file()
         self.is_writer = is_active and not self.is_complete
@@ -410,6 +429,8 @@ class _ReferenceFiles:
         gradients = dict(strategy.gather_full_tensors(local_gradients))
         if not self._is_active:
             return
+        if (vocabulary := self._vocabulary) is not None:
+            gradients[vocabulary.name] = vocabulary.expand_gradient(gradients[vocabulary.name])
         path = self._folder / f"gradient-{step_number}.safetensors"
         if self.is_writer:
             _write_tensors(path, dict(_compact_gradients(gradients)))
@@ -439,6 +460,11 @@ class _ReferenceFiles:
             return
         difference = reference_distance = 0.0
         initial_weights, reference_weights = dict(initial_network.named_parameters()), _read_tensors(path)
+        if (vocabulary := self._vocabulary) is not None:
+            recipe, steps, name = self._slice.recipe, self._slice.steps, vocabulary.name
+            factor = network_parts.lr_factors(initial_network, recipe.optim.layerwise_lr_decay)[initial_weights[name]]
+            decay = optimizers.decay_product(recipe, steps, steps, factor)
+            weights[name] = vocabulary.expand_rows(weights[name], initial_weights[name].detach(), decay)
         if missing := reference_weights.keys() - weights.keys():
             raise AssertionError(f"weights that one worker trains are not there: {', '.join(sorted(missing))}")
         for name, value in weights.items():

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rtrain.core.ragged import TokenBatch
+from rtrain.models import used_vocabulary
 from rtrain.parallel.base import MicroBatchRunnerProtocol, Strategy
 from rtrain.parallel.ddp import DDPStrategy
 from rtrain.parallel.pipeline import PipelineStrategy
@@ -108,11 +109,13 @@ class StaleEmbeddingRow(_FaultyStrategy):
     """Keeps the row of the first token (`[CLS]`) unchanged, as if it were missing from the synchronized rows."""
 
     def _make_faulty(self, strategy: DDPStrategy, micro_batches: Sequence[TokenBatch]) -> Any:
-        table = strategy.module.get_input_embeddings().weight  # type: ignore[operator]
+        embedding: Any = strategy.module.get_input_embeddings()  # type: ignore[operator]
+        table, rows_of_tokens = embedding.weight, getattr(embedding, used_vocabulary.ROW_BUFFER, None)
 
         def drop_gradient() -> None:
             for tokens in micro_batches[:1]:
-                table.grad[int(tokens.ids[0])] = 0.0
+                first = int(tokens.ids[0])
+                table.grad[first if rows_of_tokens is None else rows_of_tokens[first]] = 0.0
 
         return _FaultAfterMicroBatch(strategy, after_last=drop_gradient)
 

@@ -17,6 +17,7 @@ import hashlib
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -34,6 +35,7 @@ from rtrain.core.ragged import Floats, Head, Int32s, Ints, RaggedArray, TokenBat
 
 SCHEMA_VERSION = 5
 SPLITS = ("train", "valid", "test")
+USED_IDS_FILE = "used-ids.npy"
 MAX_LIST_VALUES = (1 << 31) - 1
 """Most values of a column of lists with offsets of 32 bits."""
 ROWS_PER_TOKEN_SUM = 256
@@ -245,6 +247,22 @@ class Store:
             teacher_logits=np.empty((len(positions), 0), dtype=np.float32),
             is_unlabeled=positions >= num_labeled if num_labeled < self.num_rows(split) else None,
         )
+
+    def used_ids(self) -> Ints:
+        """Token ids that occur in any row, ascending. The first call reads all shards and keeps the result beside
+        them, in a file that is no part of the store."""
+        path = self.folder / USED_IDS_FILE
+        if path.is_file():
+            return np.load(path, allow_pickle=False)  # type: ignore[no-any-return]
+        is_used = np.zeros(0, dtype=np.bool_)
+        for number in range(len(self._shard_names)):
+            if len(values := self._open_shard(number)[0]):
+                is_used = np.pad(is_used, (0, max(0, int(values.max()) + 1 - len(is_used))))
+                is_used[values] = True
+        ids = np.flatnonzero(is_used).astype(np.int64)
+        with suppress(OSError), atomic_write.replace_file(path) as draft, draft.open("wb") as file:
+            np.save(file, ids)  # storage that only the builder may write to: the next attempt reads the shards again
+        return ids
 
     def teacher_file(self, version: str) -> Path:
         """The file of a teacher's logits for the training rows, in index order: [rows or tokens, outputs].
