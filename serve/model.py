@@ -20,6 +20,7 @@ from rtrain.inference.drift_baseline import ABSTAIN_FACT, NO_LABEL
 from rtrain.inference.explainer import Explainer, LabelError
 from rtrain.inference.integrated_gradients import ExplanationCancelled
 from rtrain.inference.predictor import InputError, Predictor
+from rtrain.metrics.classes import OPERATING_POINTS
 from rtrain.tasks.base import Input, Task
 from rtrain.tasks.masked_lm import DEFAULT_TOP_K
 from serve.batching.batcher import Batcher, DeadlineExceeded, Encoder, EngineError, count_characters
@@ -146,6 +147,11 @@ class ModelService:
             raise RequestError(413, f"a text of {longest} characters; send at most {max_characters}", field)
         if len(self.predictor.head.labels) > DEFAULT_MAX_LABELS and not parameters.get("top_k"):
             parameters = {**parameters, "top_k": DEFAULT_MAX_LABELS}
+        requested_texts = texts
+        try:
+            texts = [self.predictor.clean_input(text, position) for position, text in enumerate(texts)]
+        except InputError as error:
+            raise RequestError(422, str(error), field_of(error.position)) from None
         if self.predictor.task.output == "tokens":
             self._check_repeated_characters(texts, parameters)
         remaining_s = deadline - asyncio.get_running_loop().time()
@@ -172,7 +178,7 @@ class ModelService:
         self.telemetry.inputs.inc(len(texts))
         self._drift_monitor.observe(outputs, encoded)
         if self.mirror_texts is not None:
-            self.mirror_texts(texts)
+            self.mirror_texts(requested_texts)
         with self.tracer.child_span("decode"):
             if parameters.get("abstain"):
                 task, head = self.predictor.task, self.predictor.head
@@ -296,6 +302,7 @@ def apply_abstention(answers: list[list[dict[str, Any]]], task: Task, head: Head
     multi-label answer, accepted labels come first; each label has its own threshold."""
     thresholds, out_of_scope_label = task.label_thresholds(head), head.facts.get("out_of_scope_label")
     min_score = abstain_threshold(task, head) if thresholds is None else 0.0
+    decided_labels = {point["label"] for point in head.facts.get(OPERATING_POINTS, ())}
     results = []
     for answer in answers:
         best = answer[0]
@@ -307,7 +314,7 @@ def apply_abstention(answers: list[list[dict[str, Any]]], task: Task, head: Head
             best["label"] == out_of_scope_label
         ):  # by the same threshold, under the name that the training rows have for it
             answer = [{**best, "label": NO_LABEL, "abstained": True}, *answer[1:]]
-        elif best["score"] < min_score:
+        elif best["score"] < min_score and best["label"] not in decided_labels:
             answer = [none, *answer]
         results.append(answer[:top_k])
     return results

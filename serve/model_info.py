@@ -81,7 +81,8 @@ def text_columns(predictor: Predictor) -> dict[str, str]:
     """The columns of the training rows by the names of the texts of a question."""
     data = predictor.artifact.data
     settings = zip(predictor.task.fields, ("text", "text_pair"), strict=True)
-    return {field: data[setting] for field, setting in settings if data.get(setting)}
+    columns = {field: data[setting] for field, setting in settings if data.get(setting)}
+    return {field: name if isinstance(name, str) else " and ".join(name) for field, name in columns.items()}
 
 
 def build_model_info(predictor: Predictor, settings: ServeConfig) -> dict[str, Any]:

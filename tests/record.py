@@ -37,7 +37,7 @@ from rtrain.models import builder, precision
 from rtrain.parallel import layout
 from rtrain.runs import controller, prepare
 from rtrain.tasks import base
-from rtrain.trainer import losses, trainer
+from rtrain.trainer import imbalance, losses, trainer
 from serve.app import build_app
 from tests.support.tiny import CORPUS, make_artifact, make_encoder, make_store, make_task_artifact
 
@@ -237,6 +237,7 @@ def train_alone(task_name: str, folder: Path) -> dict[str, Any]:
         store.manifest.digest, store.num_rows("train"), recipe.global_batch_size, recipe.train.epochs, SEED
     )
     network = builder.build_network(encoder, task, store.manifest.labels, SEED, recipe.model)
+    imbalance.initialize_output_bias(network, recipe, task, store)
     precision.to_fp64_(network, "fp32")
     loss = losses.make_loss(task, DistillConfig(), store.manifest.head)
     job = trainer.TrainingContext(

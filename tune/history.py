@@ -217,6 +217,26 @@ def find_trial(trials: Sequence[Trial], number: int) -> Trial:
     return next(trial for trial in trials if trial.number == number)
 
 
+def trials_table(history: History, recipe_values: Mapping[str, Any] | None = None) -> dict[str, list[Any]]:
+    """Return the trials as columns, as Ray Tune's `ResultGrid.get_dataframe()` names them. `score` is the last one, at
+    a rung or at the end. `recipe_values` has the values, by dotted name, of settings that a trial lacks."""
+    trials, values = history.trials, recipe_values or {}
+    results = [trial.final_result or next(reversed(trial.rung_results), None) for trial in trials]
+    names = dict.fromkeys(name for trial in trials for name in trial.settings)
+    return {
+        "trial_id": [f"trial-{trial.number:03d}" for trial in trials],
+        **{f"config/{name}": [trial.settings.get(name, values.get(name)) for trial in trials] for name in names},
+        "score": [result.score if result else None for result in results],
+        "holdout_score": [trial.final_result.holdout_score if trial.final_result else None for trial in trials],
+        "rows": [result.rows if result else 0 for result in results],
+        "training_iteration": [len(trial.rung_results) + (trial.final_result is not None) for trial in trials],
+        "time_total_s": [trial.seconds for trial in trials],
+        **{name: [getattr(trial, name) for trial in trials] for name in ("status", "proposed_by", "repeat_of")},
+        "error": [trial.error or trial.divergence for trial in trials],
+        "winner": [trial.number == history.winner for trial in trials],
+    }
+
+
 class Journal:
     """The journal of a search. Its writer holds the search's lock."""
 

@@ -378,6 +378,9 @@ def check_search(config: Config, students: bool = False) -> None:
         reason = "trials are compared on validation rows, which are missing"
         fix = "give a share, e.g. 0.1; train the winner's settings on all rows afterwards"
         problems.append(Problem("data.valid_share", 0, reason, fix, code="no_rows"))
+    if (patience := config.recipe.train.patience) is not None:
+        reason = "trials are compared after equally many rows; the search ends bad ones itself"
+        problems.append(Problem("train.patience", patience, reason, "leave it out", code="unsupported"))
     if data.validation_fold:
         fold, reason = data.validation_fold, "the finals of a search set the fold of each seed"
         problems.append(Problem("data.validation_fold", fold, reason, "leave it out", code="unsupported"))

@@ -15,7 +15,7 @@ from rtrain.config import SPEED_SETTINGS, Config, Range, Recipe
 from rtrain.core.errors import ConfigError, Problem
 from rtrain.models import builder
 from rtrain.tasks import base
-from rtrain.trainer import losses
+from rtrain.trainer import imbalance, losses
 
 FREQUENCY_SETTING, BATCH_SIZE_SETTING = "train.aggregation_frequency", "train.global_batch_size"
 """Two ways to set the batch size; a configuration with both is an error."""
@@ -54,6 +54,9 @@ SETTING_REFUSALS = {
     "train.seed": "seeds are not searched; the finals repeat trials with other seeds",
     "train.epochs": "trials are compared after equally many rows",
     "train.evaluate_every": "all trials are evaluated after equally many rows",
+    "train.patience": "trials are compared after equally many rows",
+    "train.average_best": "trials are compared at rungs, by their newest weights",
+    "train.best_by": "all trials are compared by the headline of their task",
     "model.name": "a search compares settings of one model",
 }
 """Why no search can change these settings."""
@@ -250,7 +253,7 @@ def _refusal_reason(config: Config, name: str) -> str | None:
         return "it sets where and how the search runs, not the trials"
     if config.recipe.distill.teacher is not None and (section == "distill" or name in TEACHER_REFUSALS):
         return TEACHER_REFUSALS.get(name) or DISTILL_REFUSALS.get(leaf, "a search compares students of one teacher")
-    if section in ("distill", "quantize", "gate", ""):
+    if section in ("distill", "quantize", "metrics", "gate", ""):
         return "it is not a setting of a trial's training"
     if name in SETTING_REFUSALS:
         return SETTING_REFUSALS[name]
@@ -350,7 +353,11 @@ def _validate_point(config: Config, point: Mapping[str, Any]) -> list[Problem]:
     except ConfigError as error:
         recipe_problems = error.problems
     else:
-        recipe_problems = (*losses.check_label_smoothing(recipe), *builder.check_model_settings(recipe))
+        recipe_problems = (
+            *losses.check_label_smoothing(recipe),
+            *imbalance.check_weighting(recipe),
+            *builder.check_model_settings(recipe),
+        )
     return [
         problem if problem.field in point else replace(problem, reason=f"{problem.field}: {problem.reason}")
         for problem in recipe_problems

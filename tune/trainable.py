@@ -57,10 +57,15 @@ class SearchTask:
     """Artifact of the teacher of all trials, or None."""
     measures_noise: bool = False
     """Whether all trials measure the gradient noise, not only trial 0."""
+    run_name: str | None = None
+    """Name of the run folder of the only trial, in place of its number: for a trial of a user's own Tuner."""
 
     @property
     def config(self) -> Config:
         return replace(configuration.parse_config(self.document, {}), explicit_settings=self.named_settings)
+
+    def trial_run(self, number: int) -> Run:
+        return Run(self.search).trial(number) if self.run_name is None else Run(self.search / self.run_name)
 
     def config_for(self, settings: Mapping[str, Any]) -> Config:
         config = configuration.parse_config(self.document, settings)
@@ -79,7 +84,7 @@ class SearchTask:
 
     def prepare_trial(self, number: int, settings: Mapping[str, Any]) -> prepare.PreparedRun:
         """Create or resume the run of a trial. Its rows are those of trial 0, whose checks also hold for the others."""
-        run = Run(self.search).trial(number)
+        run = self.trial_run(number)
         reuse: run_folders.Reuse = "resume" if run.exists else "refuse"
         config, is_begun = self.config_for(settings), number > 0
         if self.teacher is None:
@@ -189,7 +194,7 @@ DISK_FULL = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 def run_assignment(assignment: Assignment, task: SearchTask, workers: worker_pool.BaseWorkerGroup) -> list[Outcome]:
     """Run an assignment. The run resumes from its newest checkpoint; a finished result is only read."""
-    run = Run(task.search).trial(assignment.trial)
+    run = task.trial_run(assignment.trial)
     detector, prepared_run, end_step = DivergenceDetector(run), None, None
 
     def diverged(reason: str) -> list[Outcome]:
@@ -240,9 +245,8 @@ def _failure_outcome(run: Run, error: Exception) -> Outcome:
 
 
 def _is_frozen_at(run: Run, end_step: int | None) -> bool:
-    """Return whether the trial is frozen at this step: a killed search may not have logged it."""
-    last_event = run.last_event("started", "paused")
-    return last_event is not None and last_event["kind"] == "paused" and last_event["step"] == end_step
+    """Return whether the trial was frozen at this step: a killed search, or Tune without a checkpoint, repeats it."""
+    return any(event["step"] == end_step for event in run.events("paused"))
 
 
 def _rung_outcome(assignment: Assignment, task: SearchTask, prepared_run: prepare.PreparedRun, step: int) -> Outcome:
@@ -254,7 +258,7 @@ def _rung_outcome(assignment: Assignment, task: SearchTask, prepared_run: prepar
     targets = store.targets("valid", positions)
 
     def steering_results(trial: int) -> RaggedArray | None:
-        results = evaluate.read_rung(Run(task.search).trial(trial), step)
+        results = evaluate.read_rung(task.trial_run(trial), step)
         return None if results is None else results.take(positions)
 
     steering = steering_results(assignment.trial)

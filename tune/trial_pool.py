@@ -7,6 +7,7 @@ trial may be the cause.
 """
 
 import itertools
+import os
 import threading
 import time
 from collections import Counter
@@ -33,6 +34,8 @@ from tune.trainable import Assignment, Outcome, SearchTask
 # resource.
 SLOT_RESOURCES = {"CPU": 0, ray_internals.HEAD_RESOURCE: 0.001}
 REPORTS_MAILBOX = "reports"
+LOGGERS_VARIABLE = "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"
+"""Turns off Tune's loggers: a search has its own journal."""
 MAX_LOSSES = 3
 """Maximum losses of an assignment before its trial fails, and maximum deaths of an idle slot, since its last
 assignment, before the search ends."""
@@ -237,6 +240,8 @@ def open_slots(config: Config, task: SearchTask, count: int) -> Iterator[SlotPoo
         except Exception as error:
             pool.error = error
 
+    has_user_value = LOGGERS_VARIABLE in os.environ
+    os.environ.setdefault(LOGGERS_VARIABLE, "1")
     pool = SlotPool(search, mailbox_server, threading.Thread(target=fit, daemon=True, name="rtrain-tune"), deaths)
     pool.tuner.start()
     try:
@@ -246,6 +251,8 @@ def open_slots(config: Config, task: SearchTask, count: int) -> Iterator[SlotPoo
             ray.get(mailbox_server.put.remote(mailbox, None))
         pool.tuner.join(SHUTDOWN_TIMEOUT_S)
     finally:
+        if not has_user_value:  # a user's own Tuner in this process keeps its loggers
+            os.environ.pop(LOGGERS_VARIABLE, None)
         # No thread may be inside Ray's core when the session ends.
         stop_file.touch()
         pool.tuner.join(worker_pool.RAY_SHUTDOWN_TIMEOUT_S)

@@ -7,10 +7,11 @@ checkpoints/.step-*       drafts, and checkpoints that are being deleted
 checkpoints/quarantine/   checkpoints that did not verify, unchanged, with the reason in REASON.txt
 """
 
+import contextlib
 import json
 import shutil
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -124,6 +125,14 @@ class CheckpointState:
     """Loss scale of the next step, where the loss is scaled."""
     best_loss: float | None = None
     """Mean validation loss of the best weights; None where no row has a loss."""
+    best_evaluations: tuple[tuple[int, float, float | None], ...] = ()
+    """(step, score, loss) of the `train.keep_best` best evaluations, the best first; empty where one is kept."""
+
+    @property
+    def best_steps(self) -> set[int]:
+        """Steps of the checkpoints that the end of the run may need."""
+        steps = {entry[0] for entry in self.best_evaluations}
+        return steps if self.best_step is None else steps | {self.best_step}
 
 
 @dataclass(frozen=True)
@@ -201,7 +210,10 @@ def write_checkpoint(folder: Path, snapshot: Snapshot) -> Path:
         _save_tensors(draft / "model.safetensors", snapshot.model)
         metadata = {STATELESS_KEY: json.dumps(list(snapshot.stateless_names))}
         _save_tensors(draft / "optim.safetensors", snapshot.optimizer, metadata)
-        (draft / "state.json").write_text(json.dumps(asdict(state)))
+        document = asdict(state)
+        if not state.best_evaluations:
+            del document["best_evaluations"]
+        (draft / "state.json").write_text(json.dumps(document))
         manifest.write_manifest(draft)
         delete_checkpoint(final_path)  # only an incomplete one: see above
         draft.rename(final_path)
@@ -223,27 +235,42 @@ def _save_tensors(path: Path, tensors: "dict[str, torch.Tensor]", metadata: dict
 
 
 def load_checkpoint(
-    path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer | None" = None
+    path: Path,
+    model: "torch.nn.Module",
+    optimizer: "torch.optim.Optimizer | None" = None,
+    average_with: Sequence[Path] = (),
 ) -> CheckpointState:
-    """Load a checkpoint into `model` and `optimizer`, which may be sharded.
+    """Load a checkpoint into `model` and `optimizer`, which may be sharded. `average_with`: checkpoints whose weights
+    are averaged with its weights.
 
     Raises `IncompleteCheckpointError` for missing optimizer state and `WrongModelError` for another model.
     """
+    _load_mean_weights([path, *average_with], model)
+    if optimizer is not None:
+        _restore_optimizer(path / "optim.safetensors", model, optimizer)
+    return read_state(path)
+
+
+def _load_mean_weights(paths: Sequence[Path], model: "torch.nn.Module") -> None:
+    """Load the mean of the weights of checkpoints, added in float64; integers are those of the first."""
     import torch
     from safetensors import safe_open
 
     model_state = model.state_dict()
-    with safe_open(path / "model.safetensors", "pt") as file, torch.no_grad():
-        if mismatched_names := set(model_state) ^ set(file.keys()):
-            raise WrongModelError(
-                f"{path} is of another model: only one of the two has {', '.join(sorted(mismatched_names)[:3])}"
-            )
+    with contextlib.ExitStack() as stack, torch.no_grad():
+        files = [stack.enter_context(safe_open(path / "model.safetensors", "pt")) for path in paths]
+        for path, file in zip(paths, files, strict=True):
+            if mismatched_names := set(model_state) ^ set(file.keys()):
+                raise WrongModelError(
+                    f"{path} is of another model: only one of the two has {', '.join(sorted(mismatched_names)[:3])}"
+                )
         for name, value in model_state.items():  # one by one: no worker holds all of them
             if dtensor_utils.is_materialized(value):
-                dtensor_utils.copy_into(value, file.get_tensor(name))
-    if optimizer is not None:
-        _restore_optimizer(path / "optim.safetensors", model, optimizer)
-    return read_state(path)
+                tensor = files[0].get_tensor(name)
+                if len(files) > 1 and tensor.is_floating_point():
+                    total = sum((file.get_tensor(name).double() for file in files[1:]), tensor.double())
+                    tensor = (total / len(files)).to(tensor.dtype)
+                dtensor_utils.copy_into(value, tensor)
 
 
 def read_state(path: Path) -> CheckpointState:
@@ -254,7 +281,9 @@ def read_state(path: Path) -> CheckpointState:
             f"{SCHEMA_VERSION}). Continue the run with that version, or start another run with --new."
         )
     scale = document.pop("scale")
-    return CheckpointState(**document, scale=None if scale is None else LossScale(**scale))
+    evaluations = tuple(tuple(entry) for entry in document.pop("best_evaluations", ()))
+    scale = None if scale is None else LossScale(**scale)
+    return CheckpointState(**document, scale=scale, best_evaluations=evaluations)
 
 
 def _restore_optimizer(path: Path, model: "torch.nn.Module", optimizer: "torch.optim.Optimizer") -> None:

@@ -29,7 +29,7 @@ from rtrain.core.errors import UserError, redact
 OWNER_FILE = "owner"
 IDENTITY_FIELDS = ("recipe_digest", "data_digest")
 """Keys of the event `created` that distinguish runs with different weights."""
-RUN_FILES = ("config.yaml", "decisions.json", "costs.json")
+RUN_FILES = ("config.yaml", "decisions.json", "costs.json", "trackers.json")
 """The files of a run or search that a resume reads, in addition to log and checkpoints; the first always exists."""
 LOG_FILES = ("events.jsonl", "trials.jsonl")
 """Append-only files. New bytes are uploaded to a folder named like the file without its suffix."""

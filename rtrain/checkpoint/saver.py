@@ -74,7 +74,7 @@ class CheckpointSaver:
 
     def select_checkpoint(self, run_id: str) -> int | None:
         """Return the step of the newest checkpoint of `run_id` that verifies, local or in the remote copy; its best
-        checkpoint is fetched too.
+        checkpoints are fetched too.
 
         Raises `StorageUnreachableError` only where the local checkpoints are not sufficient.
         """
@@ -83,22 +83,22 @@ class CheckpointSaver:
             return self._select_with_remote(run_id)
         except StorageUnreachableError as error:
             step = checkpoint_format.find_latest(self.folder, run_id)
-            if step is None or self._best_step(step) not in (None, *checkpoint_format.list_steps(self.folder)):
+            if step is None or not self._best_steps(step) <= set(checkpoint_format.list_steps(self.folder)):
                 raise
             self._log_event("storage_unreachable", step=step, error=str(error))
             return step
 
-    def _best_step(self, step: int) -> int | None:
-        return checkpoint_format.read_state(checkpoint_format.checkpoint_path(self.folder, step)).best_step
+    def _best_steps(self, step: int) -> set[int]:
+        return checkpoint_format.read_state(checkpoint_format.checkpoint_path(self.folder, step)).best_steps
 
     def _select_with_remote(self, run_id: str) -> int | None:
         selected_step = checkpoint_format.find_latest(self.folder, run_id)
         for step in reversed(self._remote_steps()):
             if (selected_step is None or step > selected_step) and self._fetch_checkpoint(step, run_id):
                 selected_step = step
-        if selected_step is not None and (best_step := self._best_step(selected_step)) is not None:
-            is_local = best_step in checkpoint_format.list_steps(self.folder)
-            if not is_local and best_step in self._remote_steps():
+        if selected_step is not None:
+            missing_steps = self._best_steps(selected_step) - set(checkpoint_format.list_steps(self.folder))
+            for best_step in sorted(missing_steps & set(self._remote_steps())) if missing_steps else ():
                 self._fetch_checkpoint(best_step, run_id)
         return selected_step
 
@@ -181,13 +181,13 @@ class CheckpointSaver:
             self._log_event("remote_copy_incomplete", error=str(error))
 
     def _steps_to_keep(self, run_id: str) -> set[int]:
-        """Return the newest checkpoints, and the best checkpoint of each, which a resume needs too."""
+        """Return the newest checkpoints, and the best checkpoints of each, which a resume needs too."""
         newest_steps: list[int] = []
         for step in reversed(checkpoint_format.list_steps(self.folder)):
             # A damaged checkpoint does not count, so that older intact ones are kept.
             if len(newest_steps) < self._keep_checkpoints and self._is_verified(step, run_id):
                 newest_steps.append(step)
-        kept_steps = {*newest_steps, *map(self._best_step, newest_steps)}
+        kept_steps = set(newest_steps).union(*map(self._best_steps, newest_steps))
         return {step for step in checkpoint_format.list_steps(self.folder) if step in kept_steps}
 
     def _is_verified(self, step: int, run_id: str) -> bool:

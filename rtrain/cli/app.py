@@ -10,8 +10,9 @@ import typer
 from typer.core import TyperGroup
 
 from rtrain import __version__
+from rtrain.api.process import end_ray_with_calls
 from rtrain.cli import cluster, compress, plan, predict, runs, serve, train
-from rtrain.cli.options import print_result
+from rtrain.cli.options import add_plugin_option, print_result
 from rtrain.cluster import connection as sessions
 from rtrain.core import env, signals
 from rtrain.core.errors import UserError
@@ -52,10 +53,10 @@ for _verb in (
     *(train.report, compress.compare),
     *(compress.distill, compress.quantize, compress.evaluate),
     *(compress.gate, compress.inspect),
-    *(predict.predict, predict.explain, serve.serve),
-    *(runs.runs, runs.clean, runs.export),
-    train.demo,
+    *(predict.predict, predict.explain, serve.serve, runs.push),
 ):
+    app.command()(add_plugin_option(_verb))
+for _verb in (runs.runs, runs.clean, runs.export, train.demo):
     app.command()(_verb)
 app.command(name="import")(runs.import_)
 app.command(name="serve status")(serve.status)
@@ -100,7 +101,8 @@ def _run(arguments: Sequence[str] | None) -> int | None:
     try:
         sessions.remove_cwd_from_path()  # `python -m` puts the current folder first on the module path
         # For KeyboardInterrupt typer returns 130.
-        code: int | None = app(arguments, standalone_mode=False, obj=PhaseTimer())
+        with end_ray_with_calls():
+            code: int | None = app(arguments, standalone_mode=False, obj=PhaseTimer())
     except UserError as error:
         if "--json" in (sys.argv[1:] if arguments is None else arguments):
             print_result(error.to_document(), True)

@@ -14,7 +14,8 @@ from urllib.parse import urlsplit
 
 import typer
 
-from rtrain.cli.options import JsonOption, SetOption, expand_options, option_error, print_result
+from rtrain.cli.options import JsonOption, PluginOption, SetOption, expand_options, option_error, print_result
+from rtrain.core import plugins
 from rtrain.core.errors import CommandInterruptedError, ConfigError, Problem, UserError
 from rtrain.core.run_folder import quote_path
 
@@ -257,14 +258,16 @@ def _refuse_missing_files(words: Sequence[str], files: Collection[str], extra_fi
     paths_by_option = {name: job_names.option_value(words, name) for name in ("--data", "--valid", "--test", "--model")}
     settings = dict(text.partition("=")[::2] for text in job_names.assignments(words))
     paths_by_option |= {name: settings.get(name) for name in ("data.path", "data.valid", "data.test", "model.name")}
+    plugin_files = [("--plugin", address) for address in job_names.plugin_addresses(words) if plugins.is_path(address)]
     problems = []
-    for name, value in paths_by_option.items():
+    for name, value in [*paths_by_option.items(), *plugin_files]:
         if not value or "://" in value or value.startswith(("/", "~")):
             continue
         pattern = os.path.normpath(value)
         if any(fnmatch(path, pattern) or PurePosixPath(path).is_relative_to(pattern) for path in files):
             continue
-        if Path(value).exists() or not (name in ("--model", "model.name") or is_hub_name(value, None)):
+        may_be_on_hub = name in ("--model", "model.name") or (name != "--plugin" and is_hub_name(value, None))
+        if Path(value).exists() or not may_be_on_hub:
             reason = "is a relative path, and not among the files of the job"
             fix = f"write a URL or an absolute path that all nodes can read{extra_fix}"
             problems.append(Problem(name, value, reason, fix, code="not_uploaded"))
@@ -283,6 +286,7 @@ class ClusterServeOptions:
     folder: Annotated[Path, typer.Option("--folder", help="Root of the checkout to take along.")] = Path(".")
     max_upload_mb: Annotated[float, typer.Option("--max-mb", help="Most megabytes to take along.")] = 5.0
     address: JobApiOption = None
+    plugin: PluginOption = None
 
 
 @expand_options
@@ -302,7 +306,9 @@ def serve(options: ClusterServeOptions) -> None:
         *(options.assignments or ()),
     ]
     words = ["serve", artifact, *(word for setting in settings for word in ("--set", setting))]
+    words += [word for address in options.plugin or () for word in ("--plugin", address)]
     files = client.collect_upload(options.folder.absolute(), _to_bytes(options.max_upload_mb))
+    _refuse_missing_files(words, [path for path, _ in files.files], ", or let git track it")
     jobs, name = client.JobClient(options.address), job_names.serving_job_name(artifact)
     job = jobs.submit(words, files, print_message)
     try:

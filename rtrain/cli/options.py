@@ -6,17 +6,20 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from rtrain.core import signals
-from rtrain.core.errors import CommandInterruptedError, ConfigError, Problem, suggest_path
-from rtrain.core.run_folder import quote_path, resolve_artifact, resolve_run
+from rtrain.api.keywords import SETTINGS_BY_OPTION as SETTINGS_BY_OPTION, option_error as option_error
+from rtrain.api.model import find_artifact
+from rtrain.api.process import RunInterruptedError
+from rtrain.core import plugins, signals
+from rtrain.core.errors import CommandInterruptedError
+from rtrain.core.run_folder import quote_path, resolve_run
 
 if TYPE_CHECKING:
     from rtrain.runs.run_folders import Reuse
@@ -49,37 +52,11 @@ AddressOption = Annotated[
     str | None, typer.Option("--address", help="Ray cluster; default RAY_ADDRESS, else a local one.")
 ]
 ResumeOption = Annotated[bool, typer.Option("--resume", help="Continue the run in --out.")]
+PluginOption = Annotated[
+    list[str] | None,
+    typer.Option("--plugin", help="Python file or module with tasks, losses, ... of yours. Repeatable."),
+]
 NewOption = Annotated[bool, typer.Option("--new", help="If --out is in use, take the next free number.")]
-
-
-def option_error(field: str, value: Any, reason: str, fix: str, code: str) -> ConfigError:
-    return ConfigError([Problem(field, value, reason, fix, code=code)])
-
-
-def resolve_reuse(resume: bool, new: bool) -> "Reuse":
-    """Return the policy for a run folder that is in use."""
-    if resume and new:
-        raise option_error(
-            "--new", None, "--resume and --new exclude each other", "continue, or start another", "conflicting_settings"
-        )
-    return "resume" if resume else "new" if new else "refuse"
-
-
-SETTINGS_BY_OPTION = {
-    "data": "data.path",
-    "valid": "data.valid",
-    "test": "data.test",
-    "model": "model.name",
-    "workers": "train.workers",
-    "address": "cluster.address",
-    "host": "serve.host",
-    "port": "serve.port",
-    "keys": "serve.keys",
-    "insecure": "serve.insecure",
-    "ungated": "serve.ungated",
-    "shadow": "serve.shadow_fraction",
-}
-"""Setting by the name of its short option."""
 
 
 class SettingOptions:
@@ -92,6 +69,11 @@ class SettingOptions:
         """Values of the options that stand for a setting, by the option's name."""
         values = {name: getattr(self, name, None) for name in SETTINGS_BY_OPTION}
         return {name: value for name, value in values.items() if value is not None and value is not False}
+
+    @property
+    def overrides(self) -> dict[str, Any]:
+        """Values of the options and of `--set`, by dotted name."""
+        return collect_overrides(self.assignments, **self.settings)
 
     def load_config(self, recipe: str) -> Any:
         return build_config(recipe, self.assignments, **self.settings)
@@ -117,6 +99,17 @@ class TrainOptions(SettingOptions):
     resume: ResumeOption = False
     new: NewOption = False
     as_json: JsonOption = False
+
+    @property
+    def api_arguments(self) -> dict[str, Any]:
+        """Arguments of `rtrain.train` and `rtrain.tune`."""
+        return {
+            "recipe": self.recipe,
+            "out": self.out,
+            "settings": self.overrides,
+            "resume": self.resume,
+            "new": self.new,
+        }
 
 
 def expand_options(verb: Callable[..., None]) -> Callable[..., None]:
@@ -151,6 +144,23 @@ def expand_options(verb: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+def add_plugin_option(verb: Callable[..., None]) -> Callable[..., None]:
+    """The verb with the option `--plugin`, whose modules are loaded before it runs."""
+    hints, signature = get_type_hints(verb, include_extras=True), inspect.signature(verb)
+    parameters = [parameter.replace(annotation=hints[name]) for name, parameter in signature.parameters.items()]
+    option = inspect.Parameter("plugin", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=PluginOption)
+
+    @functools.wraps(verb)
+    def call(*, plugin: list[str] | None = None, **values: Any) -> None:
+        plugins.command_plugins.extend(plugins.load_plugins(plugin or ()))
+        with plugins.attribute_errors():
+            verb(**values)
+
+    call.__signature__ = signature.replace(parameters=[*parameters, option])  # type: ignore[attr-defined]
+    call.__annotations__ = {**hints, "plugin": PluginOption}
+    return call
+
+
 def collect_overrides(assignments: list[str] | None, **option_values: Any) -> dict[str, Any]:
     """Collect overrides from the short options, then `--set`."""
     from rtrain import config
@@ -174,80 +184,6 @@ def build_config(recipe: str, assignments: list[str] | None, **option_values: An
     return config.load_config(recipe, collect_overrides(assignments, **option_values))
 
 
-def open_run(options: TrainOptions, is_search: bool = False) -> tuple[Any, Path, "Reuse"]:
-    """Return configuration, folder and reuse policy of a verb that trains, or searches (`is_search`); in a job the
-    command continues as the child of a supervisor.
-
-    A resumed run keeps its own configuration, changed by the options. The returned folder is the one to write.
-    """
-    from rtrain import config as configuration
-    from rtrain.core.run_folder import Run
-    from rtrain.runs import run_folders
-
-    recipe, out, reuse = options.recipe, options.out, resolve_reuse(options.resume, options.new)
-    config_source = _find_recipe(recipe, out, reuse)
-    overrides = collect_overrides(options.assignments, **options.settings)
-    if recipe is None and out and reuse == "resume":
-        # The settings are the run's own: an open setting would contradict the run's decision.
-        overrides = run_folders.resume_overrides(Run(run_folders.default_run_folder("", out)), overrides)
-    config = configuration.load_config(config_source, overrides)
-    if is_search and reuse == "resume" and config.recipe.distill.teacher is not None:
-        resume_command = Run(run_folders.default_run_folder("", out)).resume_command
-        reason = "a search over students needs their teacher"
-        raise option_error(
-            "distill.teacher", config.recipe.distill.teacher, reason, f"write {resume_command}", "needs_teacher"
-        )
-    if reuse != "resume":
-        _refuse_student(Path(config_source).expanduser().absolute(), config)
-    folder = run_folders.default_run_folder(f"{config.recipe.name}{'-search' if is_search else ''}", out)
-    config = run_folders.resolve_paths(config, folder if reuse == "resume" else None)
-    leave_to_supervisor(config, folder, reuse)
-    from rtrain.runs import prepare  # a supervisor that imports torch could run out of memory with its child
-
-    if is_search:
-        prepare.refuse_lost_search(config, folder, reuse, "train", recipe or config.recipe.name)
-    folder, config = prepare.resolve_run_folder(config, folder, reuse)
-    return config, folder, reuse
-
-
-def _find_recipe(recipe: str | None, out: str | None, reuse: "Reuse") -> str:
-    """Return the recipe's name or file; optional where `out` holds a run, which is resumed or restarted."""
-    if reuse == "resume" and out is None:
-        fix = "write --out with the folder of the run"
-        raise option_error("--resume", None, "continues the run in --out, which is missing", fix, "missing")
-    if recipe is not None:
-        return recipe
-    run_config = Path(out or ".").expanduser() / "config.yaml"
-    if reuse != "refuse" and run_config.is_file():
-        return str(run_config)
-    fix = "write a recipe's name or a YAML file; to continue a run, write --resume --out RUN"
-    reason = "missing"
-    if reuse == "resume" and (hint := suggest_path(run_config.parent)):
-        reason, fix = f"missing, and {out} holds no run", hint
-    raise option_error("recipe", None, reason, fix, "missing")
-
-
-def _refuse_student(file: Path, config: Any) -> None:
-    """Raise `ConfigError` if `file` is a student's configuration: `train` would train it without its teacher's logits
-    and without a gate."""
-    if (teacher := config.recipe.distill.teacher) is None:
-        return
-    from rtrain.core.run_folder import Run
-    from rtrain.evaluation.inspect_artifact import make_distill_command
-
-    run = Run(file.parent)
-    distill_command = (
-        make_distill_command(run, teacher) if file == run.config else "rtrain distill, with the run of that artifact"
-    )
-    raise option_error(
-        "distill.teacher",
-        teacher,
-        "students are trained by rtrain distill",
-        f"write {distill_command}",
-        "needs_teacher",
-    )
-
-
 @contextmanager
 def hint_on_interrupt(make_hint: Callable[[], str | None]) -> Iterator[None]:
     """Add a hint for resuming to the message of Ctrl-C or SIGTERM within the block, which is printed after all child
@@ -260,48 +196,49 @@ def hint_on_interrupt(make_hint: Callable[[], str | None]) -> Iterator[None]:
 
 
 @contextmanager
-def resume_hint_on_interrupt(run: Path, *words: object) -> Iterator[None]:
-    """`hint_on_interrupt` for a run of the verb and arguments `words`."""
+def follow_verb(context: typer.Context, *words: object) -> Iterator[Any]:
+    """Yield the progress line for a call of the API. `words`: the verb and its arguments, for the hint that resumes an
+    interrupted run."""
+    from rtrain.report.progress import ProgressLine
 
-    def make_hint() -> str | None:
-        from rtrain.cluster import connection
-        from rtrain.core.run_folder import Run
-        from rtrain.report.progress import format_next_command
+    interrupted_runs: list[Path] = []
+    with hint_on_interrupt(lambda: _make_resume_hint(interrupted_runs, words)):
+        try:
+            with ProgressLine(context.obj) as line:
+                yield line
+        except RunInterruptedError as error:
+            interrupted_runs.append(error.folder)
+            raise
 
-        if Run(run).is_finished:  # only its report is missing
-            return format_next_command("report", run)
-        if not Run(run).exists:
-            return None
-        if connection.JOB_CONFIG_VARIABLE in os.environ:  # its entry point resumes the run
-            return "next: submit the same job again"
-        return format_next_command(*words, "--resume", "--out", run)
 
-    with hint_on_interrupt(make_hint):
-        yield
+def _make_resume_hint(interrupted_runs: Sequence[Path], words: Sequence[object]) -> str | None:
+    from rtrain.cluster import connection
+    from rtrain.core.run_folder import Run
+    from rtrain.report.progress import format_next_command
+
+    if not interrupted_runs:
+        return None
+    [run] = interrupted_runs
+    if Run(run).is_finished:  # only its report is missing
+        return format_next_command("report", run)
+    if connection.JOB_CONFIG_VARIABLE in os.environ:  # its entry point resumes the run
+        return "next: submit the same job again"
+    return format_next_command(*words, "--resume", "--out", run)
 
 
 @contextmanager
-def open_session(context: typer.Context, config: Any, folder: Path, *words: object) -> Iterator[Any]:
-    """Start Ray for a run in `folder`; yields the progress line. `words`: the verb that resumes the run, if any."""
+def open_session(context: typer.Context, config: Any, folder: Path) -> Iterator[Any]:
+    """Start Ray for runs in `folder`; yields the progress line."""
     from rtrain.cluster.connection import session
     from rtrain.report.progress import ProgressLine
 
-    with (
-        resume_hint_on_interrupt(folder, *words) if words else nullcontext(),
-        ProgressLine(context.obj) as line,
-        session(config, folder.parent, line),
-    ):
+    with ProgressLine(context.obj) as line, session(config, folder.parent, line):
         yield line
 
 
 def resolve_artifact_argument(argument: str) -> Path:
     """Return the absolute path of the artifact in a verb's folder or URL argument, and print it if it differs."""
-    if "://" in argument:
-        from rtrain.inference import artifact
-
-        artifact_folder = artifact.fetch_artifact(argument, print_line=lambda line: print(line, file=sys.stderr))
-    else:
-        artifact_folder = resolve_artifact(Path(argument).absolute())
+    artifact_folder = find_artifact(argument, lambda line: print(line, file=sys.stderr))
     if str(artifact_folder) != os.path.abspath(argument):
         print(f"answering with {quote_path(artifact_folder)}", file=sys.stderr)
     return artifact_folder
@@ -312,14 +249,6 @@ def resolve_run_argument(folder: Path) -> Path:
     run_folder = resolve_run(folder.absolute()).folder
     if run_folder != folder.absolute():
         print(f"the search's winner is {quote_path(run_folder)}", file=sys.stderr)
-    return run_folder
-
-
-def require_finished_run(folder: Path) -> Path:
-    """`resolve_run_argument` for a verb that needs the artifact: an unfinished run is refused with the resume
-    command."""
-    run_folder = resolve_run_argument(folder)
-    resolve_artifact(folder.absolute())
     return run_folder
 
 
@@ -358,16 +287,6 @@ def format_answer(answer: Any) -> str:
         labeled_texts = ((f"{name}\t" if has_heads else "", format_answer(value)) for name, value in answer.items())
         return "\t".join(name + text for name, text in labeled_texts)
     return _COLUMN_SEPARATORS.sub(" ", str(answer))
-
-
-def select_entries(answer: Any, thresholds: Mapping[str, float] | None, top: int | None) -> Any:
-    """Select the shown entries of an answer: those above their threshold (`Task.label_thresholds`), or all with
-    `is_selected` when `top` is set."""
-    if thresholds is None or not isinstance(answer, list):
-        return answer
-    if top is None:
-        return [entry for entry in answer if entry["score"] >= thresholds[entry["label"]]]
-    return [{**entry, "is_selected": entry["score"] >= thresholds[entry["label"]]} for entry in answer]
 
 
 def format_entries(answer: Any, thresholds: Mapping[str, float] | None) -> str:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rtrain.api.model import make_parameters, select_entries
 from rtrain.cli.options import (
     AddressOption,
     ArtifactArgument,
@@ -24,7 +25,6 @@ from rtrain.cli.options import (
     hint_on_interrupt,
     print_result,
     resolve_artifact_argument,
-    select_entries,
 )
 from rtrain.core.errors import ConfigError, Problem
 
@@ -244,14 +244,12 @@ def _predict_texts(
     """Yield the answer to each text; None for an unreadable text."""
     from rtrain.inference.predictor import DEFAULT_BATCH_SIZE
 
-    problems = [predictor.validate_input(text) for text in texts]
+    problems = [predictor.validate_input(predictor.clean_input(text)) for text in texts]
     for number, problem in enumerate(problems, first_number):
         if problem is not None:
             print(f"rtrain: {unit_format.format(number)} {problem}", file=sys.stderr)
     valid_texts = [text for text, flaw in zip(texts, problems, strict=True) if flaw is None]
-    # Where entries count by a threshold, all are asked for: it may let any number of them pass.
-    wants_all = options.top is None and predictor.task.label_thresholds(predictor.head) is not None
-    parameters = {} if wants_all else {"top_k": options.top or 1}
+    parameters = make_parameters(predictor, options.top)
     answers = iter(predictor(valid_texts, parameters, batch_size=options.batch or DEFAULT_BATCH_SIZE))
     return [next(answers) if flaw is None else None for flaw in problems]
 

@@ -1,4 +1,4 @@
-"""Verbs for stored runs: runs, clean, export, import."""
+"""Verbs for stored runs: runs, clean, export, import, push."""
 
 import sys
 from dataclasses import dataclass
@@ -8,7 +8,15 @@ from typing import Annotated
 
 import typer
 
-from rtrain.cli.options import JsonOption, expand_options, option_error, print_result, require_finished_run
+from rtrain.cli.options import (
+    ArtifactArgument,
+    JsonOption,
+    expand_options,
+    option_error,
+    print_result,
+    resolve_artifact_argument,
+    resolve_run_argument,
+)
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import ARTIFACT_FILE, Run, quote_path, relative_to_cwd, resolve_artifact
 
@@ -149,9 +157,11 @@ def export(options: ExportOptions) -> None:
     """Bundle a run's artifacts, scores, report and log into one file, for a machine without network."""
     import tempfile
 
+    from rtrain.api.training import require_finished_run
     from rtrain.inference import artifact
     from rtrain.runs.store import bundle, run_info
 
+    resolve_run_argument(options.run)  # prints the winner of a search
     source_run, file, name = (
         Run(require_finished_run(options.run)),
         options.out.expanduser().absolute(),
@@ -225,3 +235,40 @@ def import_(
     lines.append(f"{format_next_command('predict', relative_to_cwd(folder), 'a text')}   or: {next_command}")
     document = {"run": str(folder), "files": imported_run.files, "bytes": imported_run.size, "install": install}
     print_result(document, as_json, "\n".join(lines))
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    artifact: ArtifactArgument
+    destination: Annotated[str, typer.Argument(help="hf://OWNER/NAME (the hub), or models:/NAME (MLflow).")]
+    license: Annotated[str | None, typer.Option("--license", help="License on the model card, e.g. apache-2.0.")] = None
+    public: Annotated[bool, typer.Option("--public", help="Make a new repository public; it is private without.")] = (
+        False
+    )
+    mlflow_uri: Annotated[str | None, typer.Option("--mlflow-uri", help="Default: MLFLOW_TRACKING_URI.")] = None
+    ungated: Annotated[bool, typer.Option("--ungated", help="Push refused or unjudged artifacts, too.")] = False
+    as_json: JsonOption = False
+
+
+@expand_options
+def push(options: PushOptions) -> None:
+    """Push an artifact to the Hugging Face Hub, with a model card, or to MLflow's model registry."""
+    from rtrain.config import ServeConfig
+    from rtrain.inference import artifact
+    from rtrain.report import push
+    from serve.auth import preflight
+
+    registry, name = push.parse_destination(options.destination)
+    folder = resolve_artifact_argument(options.artifact)
+    facts, settings = artifact.read_artifact(folder), ServeConfig(ungated=options.ungated)
+    preflight.require_servable(facts, folder, settings, lambda line: print(line, file=sys.stderr))
+    document = {"artifact": str(folder), "version": facts.version, "registry": registry, "name": name}
+    if registry == "hub":
+        url = push.push_to_hub(folder, name, license=options.license, is_private=not options.public)
+        text, document["url"] = f"pushed: {url}\nnext: rtrain serve hf://{name}", url
+    else:
+        document["url"], number = push.push_to_mlflow(folder, name, options.mlflow_uri)
+        text, document["registered_version"] = f"registered: version {number} of {name} at {document['url']}", number
+        serve = f"mlflow models serve --model-uri models:/{name}/{number} --env-manager local"
+        text += f"\nnext: MLFLOW_TRACKING_URI={document['url']} {serve}"
+    print_result(document, options.as_json, text)

@@ -59,10 +59,10 @@ class ServeOptions(SettingOptions):
 @expand_options
 def serve(options: ServeOptions) -> None:
     """Serve one or several artifacts over HTTP on Ray Serve, until Ctrl-C; or change the artifact of an endpoint."""
+    from rtrain.api import artifacts as api
     from rtrain.cluster.connection import wait_until_interrupted
     from rtrain.report.progress import print_message
     from serve import ray_config
-    from serve.auth import preflight
     from serve.rollout import admin_socket, canary
 
     artifacts, rollback, model_name = options.artifacts, options.rollback, options.model_name
@@ -99,22 +99,16 @@ def serve(options: ServeOptions) -> None:
         raise UserError("--model selects the model to change; NAME=ARTIFACT names a model", code="conflicting_settings")
 
     config = options.load_config("intent")
-    settings = preflight.resolve_paths(config.deploy.serve)  # the session changes the folder
-    preflight.check_access(settings, print_message)
-    folders = preflight.parse_model_specs(artifacts, resolve_artifact_argument)
-    preflight.check_artifacts(folders, settings, print_message)
-    if options.is_standalone:
-        _serve_standalone(folders, settings)
-    if options.print_config:
+    if options.is_standalone or options.print_config:
+        settings, folders = api.prepare_endpoint(artifacts, config, print_message)
+        if options.is_standalone:
+            _serve_standalone(folders, settings)
         print(ray_config.format_ray_config(folders, settings), end="")
         return
-    from serve import launcher
-
-    with (
-        launcher.launch_endpoint(config, settings, folders, print_message) as endpoint,
-        admin_socket.serve_admin_socket(endpoint.port, endpoint.handle_command),
-    ):
-        _print_endpoint(folders, endpoint.url, settings)
+    with api.serve(
+        artifacts, settings=options.overrides, on_event=lambda event: print_message(event["text"])
+    ) as endpoint:
+        _print_endpoint(endpoint.folders, endpoint.url, endpoint.settings)
         wait_until_interrupted()
 
 

@@ -3,8 +3,6 @@
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,19 +22,17 @@ from rtrain.cli.options import (
     WorkersOption,
     build_config,
     expand_options,
-    open_run,
+    follow_verb,
+    format_arguments,
+    leave_to_supervisor,
     open_session,
     option_error,
     print_result,
-    resume_hint_on_interrupt,
 )
-from rtrain.core import env, events
-from rtrain.core.errors import ConfigError, TemporaryFailureError
 from rtrain.core.run_folder import Run, relative_to_cwd
 
 if TYPE_CHECKING:
-    from rtrain.config import Config
-    from rtrain.runs.run_folders import Reuse
+    from rtrain.api.results import TuneResult
 
 
 def recipes_list() -> None:
@@ -63,27 +59,48 @@ def recipes_show(
     print(f"# The short form: what this recipe sets. All settings: rtrain recipes show {name} --all\n{text}", end="")
 
 
-@expand_options
-def train(context: typer.Context, options: TrainOptions) -> None:
-    """Fine-tune an encoder on a file of texts; the result is an artifact for predict and serve."""
-    config, folder, reuse = open_run(options)
-    from rtrain.report.progress import format_summary, next_run_command
-    from rtrain.runs import controller, prepare
+@dataclass(frozen=True)
+class FoldOptions(TrainOptions):
+    folds: Annotated[
+        int | None, typer.Option("--folds", min=2, max=100, help="Cross-validate: train this many runs, one per fold.")
+    ] = None
 
-    source, _ = prepare.check_run(config, folder.parent, is_resumed=reuse == "resume")
-    with open_session(context, config, folder, "train") as line:
-        line(events.make_phase_event("reading the rows", "rows"))
-        prepared = prepare.prepare_run(config, folder, reuse, source=source)
-        summary = controller.fit(prepared, on_event=line)
-    run = prepared.run
+
+@expand_options
+def train(context: typer.Context, options: FoldOptions) -> None:
+    """Fine-tune an encoder on a file of texts; the result is an artifact for predict and serve."""
+    _leave_to_supervisor("train", options)
+    from rtrain.api import training
+    from rtrain.api.results import FoldsResult
+    from rtrain.report.progress import format_next_command, next_run_command
+
+    words: list[object] = ["train"]
+    if options.folds is not None and options.recipe is not None:
+        words += [*format_arguments(options.recipe, options.assignments, **options.settings), "--folds", options.folds]
+    with follow_verb(context, *words) as line:
+        result = training.train(**options.api_arguments, folds=options.folds, on_event=line)
+    if isinstance(result, FoldsResult):
+        report_command = format_next_command("report", result.runs[0].folder)
+        print_result(result.document, options.as_json, result.text, context.obj.format_phases(), report_command)
+        return
     print_result(
-        summary,
+        result.document,
         options.as_json,
-        format_summary(summary, run),
-        _format_disk_usage(run),
+        result.text,
+        _format_disk_usage(result.run),
         context.obj.format_phases(),
-        next_run_command(run, "train"),
+        next_run_command(result.run, "train"),
     )
+
+
+def _leave_to_supervisor(verb: str, options: TrainOptions) -> None:
+    from rtrain.api.training import RunRequest
+    from rtrain.cluster import supervisor
+
+    if supervisor.should_supervise():  # else the function of the verb loads the settings
+        keywords = {"resume": options.resume, "new": options.new, "folds": getattr(options, "folds", None)}
+        request = RunRequest.from_arguments(verb, options.recipe, options.out, options.overrides, keywords)
+        leave_to_supervisor(*request.load_settings(), request.reuse)
 
 
 def _format_disk_usage(run: Run) -> str:
@@ -103,47 +120,35 @@ def _format_disk_usage(run: Run) -> str:
 @expand_options
 def tune(context: typer.Context, options: TrainOptions) -> None:
     """Search learning rate and aggregation frequency, train the best to their ends, and print the winner."""
-    config, folder, reuse = open_run(options, is_search=True)
-    if config.deploy.tune.study is not None:
-        _run_study(context, config, folder, reuse, options.as_json)
-        return
-    from rtrain.cluster import preflight
-
-    if problems := preflight.check_oversubscription(
-        config, env.available_cores()
-    ):  # before Ray is imported, which takes seconds
-        raise ConfigError(problems)
-    from rtrain.models import builder as models
+    _leave_to_supervisor("tune", options)
+    from rtrain.api import training
+    from rtrain.api.results import StudyResult
     from rtrain.report.progress import next_run_command
-    from rtrain.runs import prepare
-    from tune import search
 
-    search.check_search(config)
-    prepare.check_run(config, folder.parent, is_resumed=reuse == "resume")
-    if reuse != "resume":
-        search.check_model(config, models.resolve_folder(config.recipe.model.name, folder.parent))
-    command = SearchCommand(("tune",), lambda winner: next_run_command(winner, "train"))
-    run_search(context, config, folder, reuse, options.as_json, command)
+    with follow_verb(context, "tune") as line:
+        result: Any = training.tune(**options.api_arguments, on_event=line)
+    if isinstance(result, StudyResult):
+        print_result(result.document, options.as_json, result.text, context.obj.format_phases())
+    else:
+        print_search(context, result, options.as_json, next_run_command(result.winner.run, "train"))
 
 
-def _run_study(context: typer.Context, config: Any, folder: Path, reuse: Any, as_json: bool) -> None:
-    """Run `rtrain tune` for a study (`tune.study`)."""
-    from rtrain.runs import prepare
-    from tune import study
+def print_search(context: typer.Context, result: "TuneResult", as_json: bool, next_command: str) -> None:
+    """Print the result of a search. `next_command`: for a winner that the gate does not refuse."""
+    from rtrain.report.progress import format_next_command
 
-    study.check_study(config)
-    prepare.check_run(config, folder.parent, is_resumed=reuse == "resume")
-    with open_session(context, config, folder, "tune") as line:
-        line(events.make_phase_event("reading the rows", "rows"))
-        study_result = study.run_study(config, folder, reuse, on_event=line)
-    text = (
-        f"{study_result.table.to_markdown}\n\nas a page: {study_result.study.study_page}; as JSON: "
-        f"{study_result.study.study_table}"
-    )
-    print_result(dict(study_result.table.document), as_json, text, context.obj.format_phases())
+    gate_verdict = result.document["gate"]
+    if gate_verdict is not None and gate_verdict["verdict"] == "refuse":
+        next_command = format_next_command("inspect", result.winner.artifact.folder)
+    print_result(result.document, as_json, result.text, context.obj.format_phases(), next_command)
 
 
-def report(run: Annotated[Path, typer.Argument(help="Folder of a run or a search, also unfinished.")]) -> None:
+def report(
+    run: Annotated[Path, typer.Argument(help="Folder of a run or a search, also unfinished.")],
+    trackers: Annotated[
+        bool, typer.Option("--trackers", help="Send the events that its trackers lack, too; of a run that has ended.")
+    ] = False,
+) -> None:
     """Write RUN/report.html: rows, curves, predictions, times; one page, offline. A search's page has its verdict
     and its trials."""
     resolved_run = Run(run.absolute())
@@ -159,6 +164,17 @@ def report(run: Annotated[Path, typer.Argument(help="Folder of a run or a search
     from rtrain.report.progress import next_run_command, print_message
 
     print(html.make_report(resolved_run))
+    if trackers:
+        from rtrain.config import load_config
+        from rtrain.report import tracker_feed
+        from rtrain.runs import run_folders
+
+        with run_folders.lock(resolved_run):
+            run_config = load_config(str(resolved_run.config))
+            if not run_config.deploy.report.trackers:
+                fix = f"write {resolved_run.resume_command} --set report.trackers=[mlflow]"
+                raise option_error("--trackers", None, "report.trackers of the run is empty", fix, "missing")
+            tracker_feed.send_missing(run_config, resolved_run, lambda event: print_message(event["text"]), always=True)
     if resolved_run.is_finished:
         print_message(next_run_command(resolved_run))
 
@@ -181,75 +197,6 @@ def demo(
     if not document["answer_matches"]:
         print("rtrain: the endpoint's answers differ from rtrain predict; see the table above", file=sys.stderr)
         raise typer.Exit(1)
-
-
-@dataclass(frozen=True)
-class SearchCommand:
-    words: tuple[object, ...]
-    """The verb and its arguments."""
-    next_command: Callable[[Run], str]
-    """Makes the next command for a winner that the gate does not refuse."""
-    teacher: Path | None = None
-    """Artifact whose students are searched."""
-
-
-def run_search(
-    context: typer.Context, config: "Config", folder: Path, reuse: "Reuse", as_json: bool, command: SearchCommand
-) -> None:
-    from rtrain.cluster.connection import session
-    from rtrain.evaluation import gate_table
-    from rtrain.report.progress import ProgressLine, format_next_command, format_summary
-    from rtrain.report.summary import summarize
-    from tune import search, trainable
-    from tune.history import Journal
-    from tune.report import table
-
-    settings, journal, headline = config.deploy.tune, Journal(Run(folder).trials), trainable.headline_metric(config)
-    with (
-        resume_hint_on_interrupt(folder, *command.words),
-        _print_trials_on_interrupt(folder, headline, settings),
-        ProgressLine(context.obj) as line,
-        session(config, folder.parent, line, settings.max_concurrent_trials or 1),
-        line.follow_search(table.SearchFollower(headline, settings, journal.history)),
-    ):
-        line(events.make_phase_event("reading the rows", "rows"))
-        search_result = search.run_search(config, folder, reuse, on_event=line, teacher=command.teacher)
-    summary, baseline_name = summarize(search_result.winner), "trial 0" if command.teacher is None else "the teacher"
-    gate_lines = [] if search_result.gate_verdict is None else gate_table.format_brief(search_result.gate_verdict)
-    text = [
-        f"{(verdict_text := table.describe_search(search_result.search))}\n",
-        *(
-            ["\n".join([f"gate, these weights against those of {baseline_name}: {gate_lines[0]}", *gate_lines[1:], ""])]
-            if gate_lines
-            else []
-        ),
-        table.format_table(search_result.history, headline, settings),
-        f"settings of the winner: {search_result.search.best_config}; all trials: {search_result.search.search_page}",
-        format_summary(summary, search_result.winner),
-    ]
-    document = {**search_result.to_document(), "winner": summary, "verdict_text": verdict_text}
-    is_refused = search_result.gate_verdict is not None and search_result.gate_verdict["verdict"] == "refuse"
-    next_command = (
-        format_next_command("inspect", search_result.winner.artifact)
-        if is_refused
-        else command.next_command(search_result.winner)
-    )
-    print_result(document, as_json, "\n".join(text), context.obj.format_phases(), next_command)
-
-
-@contextmanager
-def _print_trials_on_interrupt(folder: Path, headline: str, settings: Any) -> Iterator[None]:
-    """Print the trials so far when Ctrl-C or a stop request ends a search."""
-    try:
-        yield
-    except (KeyboardInterrupt, TemporaryFailureError):
-        from rtrain.report.progress import print_message
-        from tune.history import Journal
-        from tune.report import table
-
-        if (history := Journal(Run(folder).trials).history).trials:
-            print_message(table.format_table(history, headline, settings))
-        raise
 
 
 @dataclass(frozen=True)

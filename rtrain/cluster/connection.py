@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rtrain import ray_internals
 from rtrain.cluster import capacity, data_tasks
-from rtrain.core import env, events, signals
+from rtrain.core import env, events, plugins, signals
 from rtrain.core.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
@@ -81,6 +82,9 @@ def session(
     block; an existing cluster is left alone. Raises `UserError` before Ray is asked if no cluster responds at the
     configured address.
     """
+    if (ray_module := sys.modules.get("ray")) is not None and ray_module.is_initialized():
+        yield
+        return
     address, emit = resolve_address(config), on_event or (lambda event: None)
     emit(events.make_phase_event(f"connecting to Ray at {address[1]}" if address else "starting Ray", "Ray"))
     if address is None:
@@ -88,17 +92,12 @@ def session(
     env.tune_gc()
     import ray
 
-    if ray.is_initialized():
-        yield
-        return
     if address is not None:
         check_address(*address)
     change_directory(folder)
     silence_ray_loggers()
     if address is None:
-        workers = config.recipe.train.workers
-        cpus = workers + data_tasks.resolve_data_cpus(config.deploy.cluster.data_cpus, workers)
-        _start_local(concurrent_runs * cpus, options or LocalClusterOptions())
+        _start_local(count_local_cpus(config, concurrent_runs), options or LocalClusterOptions())
     else:
         _join_cluster(*address)
     # Ray Data sets its own level when it is imported, which not every command does. Only this process gets it: the
@@ -116,6 +115,24 @@ def session(
             ray.shutdown()
 
 
+def count_local_cpus(config: "Config", concurrent_runs: int = 1) -> int:
+    """Return the logical CPUs of a private cluster for `concurrent_runs` runs: at least those of this machine."""
+    workers = config.recipe.train.workers
+    run_cpus = workers + data_tasks.resolve_data_cpus(config.deploy.cluster.data_cpus, workers)
+    return max(env.available_cores(), concurrent_runs * run_cpus)
+
+
+def connect(config: "Config") -> None:
+    """Connect a user's own program to Ray; its folder, environment and loggers stay. A private cluster ends with it."""
+    if (address := resolve_address(config)) is not None:
+        check_address(*address)
+        return _join_cluster(*address)
+    ensure_token()
+    cpus = count_local_cpus(config, config.deploy.tune.max_concurrent_trials or 1)
+    environment = {name: value for name, value in env.ENV_DEFAULTS.items() if name not in os.environ}
+    return _start_local(cpus, LocalClusterOptions(environment=environment))
+
+
 def would_start_ray(config: "Config") -> bool:
     """Whether `session` would start a private cluster."""
     ray = sys.modules.get("ray")
@@ -127,7 +144,10 @@ def _join_cluster(source: str, address: str) -> None:
     import ray
 
     os.environ["RAY_OVERRIDE_JOB_RUNTIME_ENV"] = "1"  # else Ray refuses values that the job has set already
-    environment = {"env_vars": {name: os.environ[name] for name in env.ENV_DEFAULTS if name in os.environ}}
+    names = (*env.ENV_DEFAULTS, plugins.ENVIRONMENT_VARIABLE)
+    environment: dict[str, Any] = {"env_vars": {name: os.environ[name] for name in names if name in os.environ}}
+    if paths := plugins.list_upload_paths():
+        environment["py_modules"] = paths
     try:
         ray.init(address=address, runtime_env=environment, log_to_driver=False, logging_level=logging.ERROR)
     except ConnectionError as error:  # not visible from outside
@@ -157,7 +177,7 @@ def _start_local(cpus: int, options: LocalClusterOptions) -> None:
         background_future = executor.submit(options.background_task) if options.background_task else None
         ray.init(
             address="local",
-            num_cpus=max(env.available_cores(), cpus),
+            num_cpus=cpus,
             include_dashboard=False,
             object_store_memory=store.size_bytes,
             _plasma_directory=store.folder,
@@ -341,11 +361,13 @@ def package_root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def refuse_shadowed_names() -> None:
+def refuse_shadowed_names(*worker_folders: Path) -> None:
     """Raise `UserError` if `serve` or `tune` is not rtrain's own package. A user's file of such a common name would
-    break Ray workers later."""
-    for name in ("serve", "tune"):
-        spec = importlib.util.find_spec(name)
+    break Ray workers later. `worker_folders`: further folders of their module path."""
+    names, folders = ("serve", "tune"), list(map(str, worker_folders))
+    specs = [(name, importlib.util.find_spec(name)) for name in names]
+    specs += [(name, spec) for name in names if (spec := PathFinder.find_spec(name, folders)) and spec.origin]
+    for name, spec in specs:
         origin = Path(spec.origin).resolve() if spec and spec.origin else None
         if origin != package_root() / name / "__init__.py":
             message = (

@@ -23,11 +23,13 @@ from rtrain.config import Recipe
 from rtrain.config.recipe import QuantizeConfig
 from rtrain.core import engines, events
 from rtrain.core.errors import ConfigError, Problem, UserError
-from rtrain.core.ragged import Floats, Head, Ints
+from rtrain.core.ragged import Floats, Head, Ints, RaggedArray
 from rtrain.core.run_folder import Run, resolve_artifact
 from rtrain.data.store.store import Store
 from rtrain.evaluation import gate, gate_table
 from rtrain.inference import artifact, drift_baseline, predictor as inference_predictor, score
+from rtrain.metrics import operating_points
+from rtrain.metrics.classes import OPERATING_POINTS
 from rtrain.models import precision
 from rtrain.tasks import base
 
@@ -73,6 +75,7 @@ def run_quantization(
         reason, fix = "a finished model is not trimmed", "trim before rtrain train or rtrain distill"
         raise ConfigError([Problem("compress.vocabulary", "trim", reason, fix, code="conflicting_settings")])
     check_engine_support(recipe.quantize, predicts_tokens=base.get_task(parent.task).output == "tokens")
+    gate.check_floors(recipe.gate, parent)
     store = Store(store_folder)
     started_at = time.perf_counter()
     target = out.resolve()  # publishing renames a folder, so a link is resolved first
@@ -86,6 +89,7 @@ def run_quantization(
                 shutil.copyfile(parent_folder / name, draft / name)
         lineage = {**parent.lineage, "parent": parent.version, **_lineage_fields(recipe.quantize, graph_report)}
         metadata = replace(parent, engine=recipe.quantize.engine, lineage=lineage, golden=(), metrics={})
+        metadata = _choose_operating_points(draft, metadata, store)
         on_event(events.make_phase_event(f"scoring both models on {store.num_rows('test'):,} test rows", "scores"))
         report, both_answers = measure_quantization(parent_folder, draft, parent, metadata, store)
         report |= {
@@ -110,6 +114,17 @@ def run_quantization(
         raise
     seconds = round(time.perf_counter() - started_at, 2)
     return {**report, "seconds": seconds, "run": str(parent_run), "artifact": str(out)}
+
+
+def _choose_operating_points(draft: Path, metadata: artifact.Artifact, store: Store) -> artifact.Artifact:
+    """Choose the thresholds of the operating points again: the scores of int8 differ from those of its parent."""
+    points, rows = metadata.facts.get(OPERATING_POINTS), np.arange(store.num_rows("valid"))
+    if not points or not len(rows):
+        return metadata
+    predictor = inference_predictor.Predictor(draft, metadata)
+    valid = score.predict_split(predictor, store, "valid", rows, keep_outputs=False).row_results, store.targets("valid")
+    facts = operating_points.choose_operating_points(predictor.task.output, *valid, predictor.head, points)
+    return replace(metadata, facts={**metadata.facts, **facts})
 
 
 def check_output_folder(out: Path) -> None:
@@ -194,6 +209,7 @@ def format_report(report: dict[str, Any]) -> str:
             f"answers that differ between alone and in a batch: {changed_share:.2%} (logits by "
             f"{logit_difference:.3f} at most)",
             *_format_score_warning(report),
+            *(operating_points.format_operating_point(point, "test") for point in report.get(OPERATING_POINTS, ())),
             *_format_graph(report),
             f"gate: {verdict}",
             *rivals,
@@ -295,6 +311,7 @@ def measure_quantization(
     report = {
         "test": score.compute_scores(predictor, batched, store),
         "parent": score.compute_scores(predictor, float_answers, store),
+        **_measure_points(predictor, batched.row_results, store),
         "changed_share": changed_share(int8_subset, float_subset, memory_rows),
         **({} if len(memory_rows) == len(all_rows) else {"changed_share_rows": len(memory_rows)}),
         "batch_changed_share": changed_share(unbatched, batched_subset, unbatched_rows),
@@ -302,6 +319,15 @@ def measure_quantization(
         "parent_size_mb": round(artifact.model_size_mb(parent_folder, parent.engine), 2),
     }
     return report, (float_answers, batched)
+
+
+def _measure_points(
+    predictor: inference_predictor.Predictor, row_results: RaggedArray, store: Store
+) -> dict[str, list[dict[str, Any]]]:
+    """Measure the operating points on the test rows; empty without points."""
+    answers = predictor.task.output, row_results, store.targets("test"), predictor.head
+    points = operating_points.measure_operating_points(*answers)
+    return {OPERATING_POINTS: points} if points else {}
 
 
 def _count_rows_in_memory(predictor: inference_predictor.Predictor, store: Store) -> int:

@@ -39,4 +39,5 @@ from rtrain.config.recipe import (
     Recipe as Recipe,
     TrainConfig as TrainConfig,
 )
+from rtrain.config.selection import MetricsConfig as MetricsConfig
 from rtrain.config.tune import Range as Range, TuneConfig as TuneConfig

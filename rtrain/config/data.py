@@ -1,7 +1,10 @@
 """The sections `data` and `augment`, which select the rows, and the conflicts among their settings."""
 
+import json
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from typing import Annotated, Any, Literal
 
@@ -16,6 +19,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from rtrain.core import plugins, row_filter
 from rtrain.core.errors import Problem
 
 conflict_problem = partial(Problem, code="conflicting_settings")
@@ -23,6 +27,7 @@ missing_problem = partial(Problem, code="missing")
 out_of_range_problem = partial(Problem, code="out_of_range")
 PositiveInt = Annotated[int, Field(ge=1)]
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,8 @@ class OneOf:
         return core_schema.no_info_after_validator_function(self.validate_name, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {**handler(schema), "enum": list(self.names())}
+        names = list(self.names())
+        return {**handler(schema), **({"enum": names} if names else {})}
 
 
 class ConfigSection(BaseModel):
@@ -56,6 +62,29 @@ class ConfigSection(BaseModel):
         if isinstance(value, bool) and isinstance(checked_value, int | float) and not isinstance(checked_value, bool):
             raise PydanticCustomError("not_a_number", "Input should be a number")
         return checked_value
+
+
+class Sampling(ConfigSection):
+    """How often the rows of each value of a column are drawn; see `data.sampling`."""
+
+    column: Annotated[str, Field(min_length=1)]
+    temperature: Fraction = 0.5
+
+
+def _name_number(value: Any) -> Any:
+    return json.dumps(value) if isinstance(value, int | float) else value
+
+
+class SplitTime(ConfigSection):
+    """`data.split_time`: the newest rows are the test."""
+
+    column: str
+    """Column with the time of each row: a date or time in ISO 8601, without a zone in UTC, or seconds or milliseconds
+    since 1970. Rows of one time are in one split."""
+    valid: Fraction | str = 0.1
+    """Share of the rows that validate, the newest before the test rows; or the first date of them."""
+    test: Fraction | str = 0.1
+    """Share of the test rows, the newest; or the first date of them."""
 
 
 class DataConfig(ConfigSection):
@@ -79,7 +108,11 @@ class DataConfig(ConfigSection):
     """Split the rows into this many equal parts, by a hash of their content; part `fold` is the test split."""
     fold: Annotated[int, Field(ge=0)] = 0
     """Number of the fold, from 0."""
-    format: Literal["csv", "tsv", "jsonl", "parquet", "datasets", "conll", "squad"] | None = None
+    format: (
+        Literal["csv", "tsv", "jsonl", "parquet", "datasets", "conll", "squad"]
+        | Literal["xlsx", "label_studio", "doccano", "prodigy"]
+        | None
+    ) = None
     """Format of all files; by default from the suffix of a file's name."""
     delimiter: Annotated[str, Field(pattern=r'^[^"\\\r\n]$')] | None = None
     """Separator of the columns of csv files. By default, and for files without it in the header line, it is detected
@@ -87,17 +120,39 @@ class DataConfig(ConfigSection):
     escape: Literal["\\"] | None = None
     """`\\` where csv files escape a quote by a backslash, as Spark, MySQL and Postgres may write them. By default
     quotes are doubled."""
-    text: str = "text"
-    """Column with the text."""
+    query: str | None = None
+    """SELECT statement that gives the rows, with a database as `path`. A new run executes it; a resumed run keeps the
+    rows."""
+    where: str | None = None
+    """Condition on the columns of a row, in the words of SQL: status = 'closed' and lang in ('de', 'en'). Other rows
+    are left out and counted."""
+    text: str | tuple[str, ...] = "text"
+    """Column with the text; or a list of columns, which are joined to one text."""
+    text_separator: str = "\n"
+    """Text between the columns of `text`; empty columns are left out."""
+    features: tuple[str, ...] = ()
+    """Columns whose values the model reads before the text, one line each, e.g. `channel: mail`."""
+    strip_html: bool = False
+    """Strip the tags of HTML from texts, and scripts and styles, and decode entities; the artifact does so in requests
+    too."""
     text_pair: str | None = None
     """Column with a second text, or none."""
     label: str | tuple[str, ...] | None = "label"
     """Column with the label; for a task of several heads a list, one column each; null where no row is labeled."""
+    labels: dict[str, str] = {}
+    """Name of the label by each other spelling in the column, e.g. {p3: P3, Prio 3: P3}. Other labels stay."""
     separator: Annotated[str, Field(min_length=1)] | None = None
     """Separator of several labels in one text, e.g. "|"; a column of lists needs none."""
     out_of_scope_label: Annotated[str, Field(min_length=1)] | None = None
     """Label of the out-of-scope rows, which belong to no class. They are not trained on; a threshold, chosen on the
     validation rows, separates them from the others."""
+    weight_column: str | None = None
+    """Column with the weight of each training row in the loss, a number of 0 or more. The weights of a step are divided
+    by their sum. Scores count every row once. A student learns every row alike. null: all rows weigh 1."""
+    sampling: Sampling | None = None
+    """Draw the training rows of each value of a column (a language, a source, the label) in other shares than theirs:
+    `{column: lang, temperature: 0.5}` draws a value of n rows in proportion to n^temperature. 1: the shares of the
+    rows; 0: equally many of each value. An epoch has as many rows as without it. null: each row once per epoch."""
     slices: tuple[str, ...] = ()
     """Columns, e.g. a language: each of their values gets scores of its own, in addition to the overall scores."""
     id: str | None = None
@@ -106,6 +161,11 @@ class DataConfig(ConfigSection):
     group_column: str | None = None
     """Column, e.g. an essay or a contract: rows of one value stay in one split. By default rows of one text stay
     together."""
+    stratify: str | None = None
+    """`label`, or a column: each of its values has the same share of rows in each split and in each fold."""
+    split_time: SplitTime | None = None
+    """Split by time: {column: created_at, valid: 0.1, test: 0.1}, by shares of the rows; or by first dates,
+    {column: created_at, valid: 2024-05-01, test: 2024-06-01}."""
     max_tokens: Annotated[int, Field(ge=8, le=8192)] = 64
     """Tokens at which longer texts are truncated, in training and in serving alike."""
     window: Annotated[int, Field(ge=8, le=8192)] | None = None
@@ -121,10 +181,23 @@ class DataConfig(ConfigSection):
     max_bad_rows: Fraction = 0.02
     """Largest share of bad rows, which are quarantined; a file with more is refused."""
 
+    @field_validator("labels", mode="before")
+    @classmethod
+    def _name_numbers(cls, value: Any) -> Any:
+        """YAML reads 1 as a number, and labels are texts."""
+        if not isinstance(value, dict):
+            return value
+        return {_name_number(spelling): _name_number(label) for spelling, label in value.items()}
+
     @property
     def window_tokens(self) -> int:
         """Most tokens of one window."""
         return self.window or self.max_tokens
+
+    @property
+    def text_columns(self) -> tuple[str, ...]:
+        """Columns with the text."""
+        return (self.text,) if isinstance(self.text, str) else self.text
 
     @property
     def label_columns(self) -> tuple[str, ...]:
@@ -156,6 +229,8 @@ class AugmentConfig(ConfigSection):
     """Prefix of each text, for models that expect an instruction."""
     variants: Annotated[int, Field(ge=1, le=16)] = 1
     """Paraphrases of each text, with as many beams."""
+    functions: tuple[Annotated[str, OneOf(lambda: plugins.list_names("augmentation"))], ...] = ()
+    """Functions of plug-ins. Each makes one more copy of each training row, with another text (data.text)."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the noise. It is not train.seed, so that runs of several seeds share their rows."""
 
@@ -166,14 +241,15 @@ class AugmentConfig(ConfigSection):
 
     @property
     def is_active(self) -> bool:
-        return self.copies > 0 or self.paraphrase is not None
+        return self.copies > 0 or self.paraphrase is not None or bool(self.functions)
 
 
 def find_data_problems(data: DataConfig) -> Iterator[Problem]:
     yield from _find_split_problems(data)
-    if data.text_pair == data.text:
+    yield from _find_column_problems(data)
+    if data.text_pair in data.text_columns:
         yield Problem("data.text_pair", data.text_pair, "the same column as data.text", "remove it", code="same_column")
-    if {data.text, data.text_pair} & set(data.label_columns):
+    if {*data.text_columns, data.text_pair} & set(data.label_columns):
         fix = "name the column of the labels"
         yield Problem("data.label", data.label, "the same column as the text", fix, code="same_column")
     if 2 * data.stride >= data.window_tokens:
@@ -181,7 +257,68 @@ def find_data_problems(data: DataConfig) -> Iterator[Problem]:
         yield out_of_range_problem("data.stride", data.stride, "windows would share half of their tokens or more", fix)
 
 
+def _find_column_problems(data: DataConfig) -> Iterator[Problem]:
+    if not data.text_columns or len({*data.text_columns}) < len(data.text_columns):
+        reason, fix = "no column, or one column twice", "write a column, or a list such as [subject, body]"
+        yield Problem("data.text", list(data.text_columns), reason, fix, code="same_column")
+    if shared_columns := {*data.text_columns, data.text_pair, *data.label_columns} & set(data.features):
+        reason, fix = "the column of a text or a label", "name columns beside the text"
+        yield Problem("data.features", min(map(str, shared_columns)), reason, fix, code="same_column")
+    if data.where is not None:
+        try:
+            row_filter.parse_filter(data.where)
+        except row_filter.InvalidFilter as error:
+            fix = f"write a condition such as {row_filter.EXAMPLE}"
+            yield Problem("data.where", data.where, str(error), fix, code="invalid_filter")
+    if data.path is not None and (data.query is None) == is_database(data.path):
+        # The address is not printed: it may have a password.
+        if data.query is None:
+            fix = "write the statement, e.g. SELECT text, label FROM tickets"
+            yield missing_problem("data.query", None, "data.path names a database, whose rows a query gives", fix)
+        else:
+            fix = "write an address such as sqlite:///FILE in data.path, or leave the query out"
+            yield conflict_problem("data.query", data.query, "data.path names no database", fix)
+    for name in ("valid", "test"):
+        if is_database(getattr(data, name)):
+            fix = "select all rows, and write data.split_column, data.split_time or data.stratify"
+            yield Problem(f"data.{name}", None, "a database has the rows of one query", fix, code="unsupported")
+    if data.format is not None and is_table(data.path):
+        yield conflict_problem("data.format", data.format, "a table has columns, and no format", "leave it out")
+    if data.labels and not data.label_columns:
+        yield conflict_problem("data.labels", data.labels, "no column has labels", "name it in data.label")
+
+
 def _find_split_problems(data: DataConfig) -> Iterator[Problem]:
+    rules = {
+        "data.stratify": (data.stratify, (*("valid", "test", "split_column", "split_time"),)),
+        "data.split_time": (
+            data.split_time and data.split_time.column,
+            ("valid", "test", "split_column", "folds", "group_column", "valid_share", "validation_fold"),
+        ),
+    }
+    for setting, (value, other_settings) in rules.items():
+        conflicts = [f"data.{name}" for name in other_settings if value and getattr(data, name)]
+        if conflicts:
+            reason, fix = f"{' and '.join(conflicts)} sets the splits too", "leave out one of the two"
+            yield conflict_problem(setting, value, reason, fix)
+    if data.stratify == "label" and not data.label_columns:
+        yield conflict_problem("data.stratify", "label", "no column has labels", "name another column, or data.label")
+    if (times := data.split_time) is not None:
+        shares = [value for value in (times.valid, times.test) if isinstance(value, float)]
+        if len(shares) == 1 or sum(shares) >= 1 or 0 in shares:
+            value, reason = (
+                f"{times.valid}, {times.test}",
+                "two shares above 0 with a sum below 1, or two dates, are needed",
+            )
+            fix = "write both as shares or both as dates"
+            yield out_of_range_problem("data.split_time", value, reason, fix)
+        for name, date in (("valid", times.valid), ("test", times.test)):
+            if isinstance(date, str) and parse_time(date) is None:
+                fix = "write a date such as 2024-06-01"
+                yield Problem(f"data.split_time.{name}", date, "no date", fix, code="invalid_date")
+        if not shares and (parse_time(times.valid) or 0.0) > (parse_time(times.test) or math.inf):
+            reason, fix = "validation rows would be newer than the test rows", "write an earlier date"
+            yield out_of_range_problem("data.split_time.valid", times.valid, reason, fix)
     if data.split_column is not None and (data.valid or data.test):
         reason, fix = "data.valid or data.test names splits too", "write a column or files, and set the others to null"
         yield conflict_problem("data.split_column", data.split_column, reason, fix)
@@ -200,6 +337,44 @@ def _find_split_problems(data: DataConfig) -> Iterator[Problem]:
     if data.valid_share == 0 and not (data.valid or data.split_column) and data.out_of_scope_label is not None:
         reason = "the threshold of data.out_of_scope_label needs validation rows"
         yield conflict_problem("data.valid_share", 0, reason, "write a share, or set data.out_of_scope_label=null")
+
+
+DATABASE_SCHEMES = (
+    *("sqlite", "postgresql", "postgres", "mysql", "mariadb", "mssql", "oracle", "duckdb", "redshift", "clickhouse"),
+    *("snowflake", "bigquery", "databricks"),
+)
+"""Schemes of the addresses of databases, each also with a driver: mysql+pymysql."""
+LAKE_SCHEMES = ("delta", "iceberg")
+
+
+def is_database(address: str | None) -> bool:
+    """Whether an address is that of a database, which `data.query` reads."""
+    scheme, separator, _ = (address or "").partition("://")
+    return bool(separator) and scheme.partition("+")[0] in DATABASE_SCHEMES
+
+
+def is_table(address: str | None) -> bool:
+    """Whether an address is that of a database, or of a Delta or Iceberg table."""
+    return is_database(address) or (address or "").partition("://")[0] in LAKE_SCHEMES
+
+
+MIN_MILLISECONDS = 1e11
+"""A number of this size or more is a time in milliseconds; in seconds it would be in the year 5138."""
+
+
+def parse_time(value: object) -> float | None:
+    """Seconds since 1970 of a date or time in ISO 8601, or of seconds or milliseconds; None for other values."""
+    text = str(value).strip()
+    try:
+        number = float(text)
+        return None if not math.isfinite(number) else number / 1000 if abs(number) >= MIN_MILLISECONDS else number
+    except ValueError:
+        pass
+    try:
+        moment = datetime.fromisoformat(text)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+    except (ValueError, OverflowError):
+        return None
 
 
 def find_augment_problems(augment: AugmentConfig) -> Iterator[Problem]:

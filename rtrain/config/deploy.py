@@ -6,8 +6,16 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from rtrain.config.data import ConfigSection, PositiveInt, conflict_problem, missing_problem, out_of_range_problem
+from rtrain.config.data import (
+    ConfigSection,
+    OneOf,
+    PositiveInt,
+    conflict_problem,
+    missing_problem,
+    out_of_range_problem,
+)
 from rtrain.config.tune import TuneConfig
+from rtrain.core import plugins
 from rtrain.core.errors import Problem
 
 NodeLabels = dict[str, Annotated[str, Field(pattern=r"^[A-Za-z0-9]([A-Za-z0-9_.-]{0,61}[A-Za-z0-9])?$")]]
@@ -143,16 +151,26 @@ class ServeConfig(ConfigSection):
         return self.replicas or 1
 
 
+TRACKERS = ("tensorboard", "mlflow", "wandb")
+
+
 class ReportConfig(ConfigSection):
-    trackers: tuple[Literal["tensorboard", "mlflow"], ...] = ()
+    trackers: tuple[Annotated[str, OneOf(lambda: (*TRACKERS, *plugins.list_names("tracker")))], ...] = ()
     """Experiment trackers that receive the events of a run, e.g. [tensorboard, mlflow]; each needs the extra of its
-    name."""
+    name. A plug-in may have others."""
     tensorboard_dir: str | None = None
     """Folder for the runs' folders of events. Default: `tensorboard` beside the run."""
     mlflow_uri: str | None = None
     """Tracking server or store. Default: MLFLOW_TRACKING_URI, else the file `mlflow.db` beside the run."""
     mlflow_experiment: str | None = None
     """Name of the experiment. Default: the name of the recipe."""
+    mlflow_register: str | None = None
+    """Name in MLflow's model registry; a finished run becomes its next version. Default: no registration, and
+    `rtrain push ARTIFACT models:/NAME` later."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases. Default: WANDB_PROJECT, else the name of the recipe."""
+    wandb_hardest_rows: Annotated[int, Field(ge=0)] = 10
+    """Rows with the largest loss in the table of a finished run, with their texts. 0: no text is sent."""
 
 
 class DeployConfig(ConfigSection):
@@ -191,6 +209,9 @@ def find_deploy_problems(deploy: DeployConfig) -> Iterator[Problem]:
             reason = f"so few inputs cannot show an agreement of {serve.shadow_min_agreement:g}"
             setting, fix = "serve.shadow_min_rows", f"write {min_rows} or more"
             yield out_of_range_problem(setting, serve.shadow_min_rows, reason, fix)
+    if deploy.report.mlflow_register is not None and "mlflow" not in deploy.report.trackers:
+        reason, name = "report.trackers does not have mlflow", deploy.report.mlflow_register
+        yield conflict_problem("report.mlflow_register", name, reason, "write report.trackers=[mlflow] too")
     if serve.grpc_port == serve.port:
         reason = "serve.port is that of HTTP"
         yield conflict_problem("serve.grpc_port", serve.grpc_port, reason, "write another port")

@@ -18,9 +18,10 @@ import pydantic
 import yaml
 from pydantic import BaseModel
 
-from rtrain.config.deploy import DeployConfig, find_deploy_problems
-from rtrain.config.recipe import Recipe, find_recipe_problems
+from rtrain.config.deploy import TRACKERS, DeployConfig, find_deploy_problems
+from rtrain.config.recipe import LOSSES, TASKS, Recipe, find_recipe_problems
 from rtrain.config.renamed import RENAMED
+from rtrain.core import plugins
 from rtrain.core.errors import ConfigError, Problem, UserError, suggest_path
 
 
@@ -48,8 +49,15 @@ COMMON_ALIASES = {
 """Setting by its name in other programs (last part of the dotted name)."""
 YAML_ERRORS = (yaml.YAMLError, ValueError, RecursionError)
 """Errors of PyYAML: `ValueError` for an invalid date, `RecursionError` for thousands of nested brackets."""
+RUN_CONFIG = "config.yaml"
+"""Name of the file in a run folder. Run folders come from other people too."""
 RECIPE_FIELDS = frozenset(Recipe.model_fields)
 DEPLOY_FIELDS = frozenset(DeployConfig.model_fields)
+LIST_SETTINGS = ("augment.functions", "report.trackers")
+BUILT_IN_NAMES: Mapping[plugins.Kind, tuple[str, ...]] = {
+    **{"task": TASKS, "loss": LOSSES, "tracker": TRACKERS},
+    "source": ("file", "http", "https", "hf", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"),
+}
 
 
 # ---------------------------------------------------------------------------------------------- reading and writing
@@ -96,6 +104,8 @@ def load_config(name_or_file: str, overrides: Mapping[str, Any] | None = None) -
     if not isinstance(document, dict):
         problem = f"{name_or_file} must hold a mapping of sections (name, task, data, model, ...)"
         raise UserError(problem, code="wrong_type")
+    if path.name == RUN_CONFIG:
+        _refuse_plugin_paths(document)
     try:
         config = parse_config(document, overrides or {})
     except ConfigError as error:
@@ -134,6 +144,10 @@ def parse_config(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> C
     """Build and check a configuration; `overrides` count as explicit. One `ConfigError` holds all problems."""
     merged: dict[str, Any] = json.loads(json.dumps(document, default=str))
     problems = [problem for key, value in overrides.items() if (problem := set_setting(merged, key, value)) is not None]
+    try:
+        _load_plugins(merged)
+    except ConfigError as error:  # without them, their names would count as unknown
+        raise ConfigError([*problems, *error.problems]) from None
     known_names = RECIPE_FIELDS | DEPLOY_FIELDS
     problems += [_make_unknown_problem(name, None, known_names) for name in merged if name not in known_names]
     validated_models: list[Any] = []
@@ -149,6 +163,43 @@ def parse_config(document: Mapping[str, Any], overrides: Mapping[str, Any]) -> C
         raise ConfigError(problems)
     recipe, deploy = validated_models
     return Config(recipe, deploy, frozenset(overrides))
+
+
+def _refuse_plugin_paths(document: Mapping[str, Any]) -> None:
+    names = document.get(plugins.SETTING)
+    for name in filter(plugins.is_path, map(str, names)) if isinstance(names, list) else ():
+        reason = f"a {RUN_CONFIG}, as in a run folder, names modules only: no file is executed for it"
+        fix = f"write {Path(name).stem}, and add --plugin {name} if you trust the file"
+        raise _make_error(plugins.SETTING, name, reason, fix, "plugin_path")
+
+
+def _load_plugins(document: dict[str, Any]) -> None:
+    """Load the plug-ins of a document, and those of installed packages if it uses unknown names. In the document,
+    module names replace files, and the plug-ins of the names that it uses are added. Raises `ConfigError`."""
+    addresses, names = document.get(plugins.SETTING) or [], _list_plugin_names(document)
+    if not isinstance(addresses, list | tuple):
+        return
+    modules = plugins.load_plugins([*map(str, addresses), *plugins.command_plugins])
+    if any(plugins.find_value(kind, name) is None for kind, name in names):
+        plugins.load_entry_points()
+    owners = [owner for kind, name in names if (owner := plugins.find_owner(kind, name))]
+    document[plugins.SETTING] = list(dict.fromkeys([*modules, *owners]))
+    for kind, names_of_rtrain in BUILT_IN_NAMES.items():
+        if clashes := set(names_of_rtrain) & set(plugins.list_names(kind)):
+            reason = f"rtrain has the {kind} {min(clashes)} itself"
+            owner = plugins.find_owner(kind, min(clashes))
+            raise _make_error(plugins.SETTING, owner, reason, "choose another name", "already_registered")
+
+
+def _list_plugin_names(document: Mapping[str, Any]) -> list[tuple[plugins.Kind, str]]:
+    """(kind, name) of the names in a document that are not those of rtrain."""
+    values = flatten_document(document)
+    names: list[tuple[plugins.Kind, Any]] = [("task", values.get("task")), ("loss", values.get("train.loss"))]
+    functions, trackers = (value if isinstance(value := values.get(name), list) else () for name in LIST_SETTINGS)
+    names += [*(("augmentation", name) for name in functions), *(("tracker", name) for name in trackers)]
+    addresses = (str(values.get(f"data.{leaf}")).partition("://") for leaf in ("path", "valid", "test"))
+    names += [("source", scheme) for scheme, separator, _ in addresses if separator]
+    return [(kind, name) for kind, name in names if isinstance(name, str) and name not in BUILT_IN_NAMES.get(kind, ())]
 
 
 def with_overrides(config: Config, overrides: Mapping[str, Any]) -> Config:

@@ -6,17 +6,19 @@ The sections `data` and `augment`, which select the rows, are in `config.data`.
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
+from pydantic_core import PydanticCustomError
 
 from rtrain.config.data import (
     AugmentConfig,
     ConfigSection,
     DataConfig,
     Fraction,
+    NonNegative,
     OneOf,
     PositiveInt,
     conflict_problem,
@@ -25,7 +27,8 @@ from rtrain.config.data import (
     missing_problem,
     out_of_range_problem,
 )
-from rtrain.core import engines
+from rtrain.config.selection import MetricsConfig, find_selection_problems
+from rtrain.core import engines, plugins
 from rtrain.core.errors import Problem
 
 TASKS = (
@@ -102,6 +105,12 @@ class OptimConfig(ConfigSection):
     """Learning rate after warm-up: `linear` and `cosine` fall to 0 at the last step, `constant` stays."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of a step's gradient; a larger gradient is scaled down to it (gradient clipping). null: no limit."""
+
+
+LOSSES = ("cross_entropy", "focal", "asymmetric")
+"""Losses of labels (`train.loss`); `rtrain.tasks.label_losses` has them."""
+CLASS_WEIGHT_RULES = ("none", "balanced", "effective")
+"""Values of `train.class_weights` besides weights by label."""
 
 
 class TrainConfig(ConfigSection):
@@ -181,6 +190,27 @@ class TrainConfig(ConfigSection):
     fp64, and of far more in fp32."""
     label_smoothing: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of each true label's weight that is spread evenly over all labels; for classes, heads and tags."""
+    class_weights: Literal["none", "balanced", "effective"] | dict[str, NonNegative] = "none"
+    """Weight of each label's targets in the loss, for classes, heads, several labels and tags. `balanced`: rows /
+    (labels x rows of the label), as in scikit-learn. `effective`: in inverse proportion to the label's effective number
+    of rows, (1 - b^rows) / (1 - b) with b = 0.999 (Cui et al. 2019, arXiv:1901.05555). Or weights by label, `{urgent:
+    5}`: other labels weigh 1; a head's label is written `head=label`. For several labels per text they are the weights
+    of a label's positives, against 1 of its negatives: `balanced` is negatives / positives. A student learns its
+    teacher's answers unweighted."""
+    loss: Annotated[str, OneOf(lambda: (*LOSSES, *plugins.list_names("loss")))] = "cross_entropy"
+    """Loss of a label: `cross_entropy`; `focal`, which lowers the loss of easy targets (Lin et al. 2017,
+    arXiv:1708.02002); `asymmetric`, which lowers it most for absent labels (Ridnik et al. 2021, arXiv:2009.14119), for
+    multi_label; or the name of a plug-in's. A student learns by cross-entropy."""
+    focal_gamma: NonNegative = 2.0
+    """Exponent of the focal loss; 0 is cross-entropy."""
+    focal_alpha: Fraction | None = 0.25
+    """Factor of present labels in the focal loss of multi_label, absent ones have 1 - focal_alpha; null: no factors."""
+    asymmetric_gamma_positive: NonNegative = 0.0
+    """Exponent of the asymmetric loss for present labels."""
+    asymmetric_gamma_negative: NonNegative = 4.0
+    """Exponent of the asymmetric loss for absent labels."""
+    asymmetric_margin: Annotated[float, Field(ge=0, lt=1)] = 0.05
+    """Probability below which an absent label has no asymmetric loss."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Seed of the order of the rows, of dropout and of a new head's weights."""
     evaluate_every: PositiveInt | None = None
@@ -189,8 +219,34 @@ class TrainConfig(ConfigSection):
     """Steps between two checkpoints; each evaluation saves a checkpoint too."""
     keep_checkpoints: PositiveInt = 2
     """Newest checkpoints that stay on the disk, in addition to the best one."""
+    best_by: str | None = None
+    """Validation score whose best evaluation gives the artifact's weights: `loss`, one of the task's scores
+    (`macro_f1`), `recall:LABEL` or `precision:LABEL` of one label, or `recall@precision:LABEL=0.9` (the recall of the
+    label where its precision is 0.9, and the reverse). A label of one head of several is `HEAD/LABEL`. null: the task's
+    headline."""
+    patience: PositiveInt | None = None
+    """Evaluations in a row without a better `best_by` after which the training ends. The learning rate is that of all
+    `epochs`, so it has not fallen to 0 by then. null: no early end."""
+    keep_best: PositiveInt = 1
+    """Best checkpoints by `best_by` that stay on the disk."""
+    average_best: bool = False
+    """Give the artifact the mean of the weights of the `keep_best` best checkpoints (Izmailov et al. 2018,
+    arXiv:1803.05407), in place of the best ones."""
     log_every: PositiveInt = 10
     """Steps between two progress events."""
+
+    @field_validator("class_weights", mode="before")
+    @classmethod
+    def _name_labels(cls, value: Any) -> Any:
+        """Names of labels as texts: YAML reads 1 and yes as a number and as true. Refuses other values by one problem,
+        not one for each type of the setting."""
+        if not isinstance(value, Mapping):
+            return OneOf(lambda: CLASS_WEIGHT_RULES).validate_name(value)
+        for label, weight in value.items():
+            if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < math.inf:
+                message = "the weight of {label} is not a number of 0 or more"
+                raise PydanticCustomError("greater_than_equal", message, {"label": repr(label)})
+        return {str(label).lower() if isinstance(label, bool) else str(label): value[label] for label in value}
 
     @property
     def workers_per_replica(self) -> int:
@@ -216,27 +272,37 @@ SPEED_SETTINGS = (
     *("aggregation_frequency", "load_balancing", "gradient_checkpointing"),
     "embedding_rows",
     *("strategy", *LAYOUT_SETTINGS),
-    *("save_every", "keep_checkpoints", "log_every"),
+    *("save_every", "keep_checkpoints", "keep_best", "log_every"),
 )
 """Settings of `train` that change speed or the files kept, never the weights, once global_batch_size is resolved. The
 one exception is dropout: the activations it drops depend on the workers and their micro-batches. `evaluate_every` is
-not among them: the artifact has the best weights of all evaluations."""
+not among them: the artifact has the best weights of all evaluations. `keep_best` changes the weights with
+`average_best` alone, and is part of the recipe digest then."""
 STUDENTS_FOLDER = ".students"
 """Folder beside the runs with the initial weights of students, by digest of the teacher's version and the layers
 kept."""
-LOCATION_SETTINGS = ("name", "data.path", "data.valid", "data.test", "data.max_bad_rows")
+LOCATION_SETTINGS = ("name", "data.path", "data.query", "data.valid", "data.test", "data.max_bad_rows")
 """Settings for the name of the recipe, the location of its rows and the share of bad rows allowed. The rows themselves
 are compared by the digest of their content."""
 
+NEUTRAL_ROW_SETTINGS: dict[str, Any] = {
+    **{"query": None, "where": None, "text_separator": "\n", "features": [], "strip_html": False, "labels": {}},
+    **{"stratify": None, "split_time": None},
+}
+"""Settings of `data` that are left out of every address and of an artifact at these values."""
 NEUTRAL_DATA_SETTINGS: dict[str, Any] = {
     "id": None,
     "out_of_scope_label": None,
     "validation_fold": 0,
     "delimiter": None,
     "escape": None,
+    "weight_column": None,
+    "sampling": None,
+    **NEUTRAL_ROW_SETTINGS,
 }
 """Settings of `data` that are left out of a recipe digest and of a token store's address at these values. The order of
 rows is seeded by that address: another table here is another order of the same rows."""
+NEUTRAL_AUGMENT_SETTINGS: dict[str, Any] = {"functions": []}
 NEUTRAL_SETTINGS: dict[str, dict[str, Any]] = {
     "data": NEUTRAL_DATA_SETTINGS,
     "model": {
@@ -249,7 +315,11 @@ NEUTRAL_SETTINGS: dict[str, dict[str, Any]] = {
         "beta2_scaling": "none",
         "layerwise_lr_decay": 1.0,
     },
-    "train": {"gradient_compression": "none"},
+    "train": {
+        **{"gradient_compression": "none", "class_weights": "none", "loss": "cross_entropy"},
+        **{"best_by": None, "patience": None, "average_best": False},
+    },
+    "augment": NEUTRAL_AUGMENT_SETTINGS,
     "distill": {
         **{"student": None, "width": None, "unlabeled_rows_path": None, "confidence": 0.0},
         **{"relation_loss_weight": 0.0, "relation_heads": 12, "relation_layer": None, "hidden_loss_weight": 0.0},
@@ -271,9 +341,12 @@ STUDENT_SETTINGS = (
     *("distill.teacher", "distill.co_teachers", "distill.augmented_rows_path"),
 )
 """Settings of a student that follow from its teacher and from its other settings."""
-SETTINGS_RESET_FOR_STUDENTS: dict[str, Any] = {"distill.augmented_rows_path": None, "distill.teacher_layers": "auto"}
-"""Settings that a student does not inherit from its teacher's run, where the teacher is a student too: they were chosen
-for other rows, or for other layers."""
+SETTINGS_RESET_FOR_STUDENTS: dict[str, Any] = {
+    **{"distill.augmented_rows_path": None, "distill.teacher_layers": "auto"},
+    **{"train.class_weights": "none", "train.loss": "cross_entropy"},
+}
+"""Settings that a student does not inherit from its teacher's run: they were chosen for other rows, for other layers,
+or for a loss without a teacher, whose answers have learned from them."""
 
 
 class DistillConfig(ConfigSection):
@@ -377,6 +450,9 @@ class QuantizeConfig(ConfigSection):
     with the whole range, and answers are further from the float model's."""
 
 
+EMPTY_LIMITS: Final[dict[str, float]] = {}
+
+
 class GateConfig(ConfigSection):
     max_score_drop: Fraction = 0.01
     """Largest relative drop of a candidate's score below its baseline's. The interval must rule out three times as
@@ -401,13 +477,21 @@ class GateConfig(ConfigSection):
     `rtrain gate`."""
     latency_seconds: Annotated[float, Field(gt=0)] = 5.0
     """Seconds for which latency is measured, roughly."""
+    min_recall: dict[str, Fraction] = EMPTY_LIMITS
+    """Least recall of a candidate on the test rows by label, e.g. {P1: 0.8}, whatever its baseline has. A label of one
+    head of several is `HEAD/LABEL`."""
+    min_precision: dict[str, Fraction] = EMPTY_LIMITS
+    """The same for precision."""
 
 
 class Recipe(ConfigSection):
     name: Annotated[str, Field(pattern=r"^\w[^/\\\x00-\x1f]*$")]
     """Name of the recipe; without --out a run folder begins with it."""
-    task: Annotated[str, OneOf(lambda: TASKS)]
+    task: Annotated[str, OneOf(lambda: (*TASKS, *plugins.list_names("task")))]
     """Task that the model is trained for."""
+    plugins: tuple[str, ...] = ()
+    """Python modules or files with tasks, losses, metrics, sources, trackers and augmentations of your own, e.g.
+    [my_company.rtrain_ext] or [my_ext.py]; see docs/adding.md. A run keeps their module names and digests."""
     data: DataConfig = DataConfig()
     augment: AugmentConfig = AugmentConfig()
     model: ModelConfig = ModelConfig()
@@ -416,7 +500,16 @@ class Recipe(ConfigSection):
     distill: DistillConfig = DistillConfig()
     compress: CompressConfig = CompressConfig()
     quantize: QuantizeConfig = QuantizeConfig()
+    metrics: MetricsConfig = MetricsConfig()
     gate: GateConfig = GateConfig()
+
+    def __getstate__(self) -> dict[Any, Any]:
+        return {**super().__getstate__(), "plugins": plugins.describe_plugins(self.plugins)}
+
+    def __setstate__(self, state: dict[Any, Any]) -> None:
+        """Load the plug-ins in a worker: the recipe's names are registered there."""
+        plugins.receive_plugins(state.pop("plugins"))
+        super().__setstate__(state)
 
     @property
     def teacher_logits_key(self) -> str | None:
@@ -448,10 +541,17 @@ class Recipe(ConfigSection):
             return beta2
         return max(beta1, math.pow(beta2, self.global_batch_size / optim.lr_reference_batch_size))
 
+    @property
+    def has_weighted_loss(self) -> bool:
+        """Whether the loss is another than the plain mean over the targets."""
+        train = self.train
+        has_weights = train.class_weights != "none" or self.data.weight_column is not None
+        return has_weights or train.loss != "cross_entropy"
+
     def weight_settings(self) -> dict[str, Any]:
         """The settings that change the weights, by section. global_batch_size and evaluate_every are among them;
         workers, micro_batch_size, the name and the location of the rows are not."""
-        excluded_sections = {"quantize", "gate"} if self.distill.teacher else {"quantize", "gate", "distill"}
+        excluded_sections = {"quantize", "gate", "metrics", *(() if self.distill.teacher else ("distill",))}
         document = self.model_dump(mode="json", exclude=excluded_sections)
         for name in LOCATION_SETTINGS:
             section, _, leaf = name.rpartition(".")
@@ -460,8 +560,15 @@ class Recipe(ConfigSection):
         if student_start.parent.name == STUDENTS_FOLDER:  # the folder's name is a digest of its content
             document["model"]["name"] = f"{STUDENTS_FOLDER}/{student_start.name}"
         for name in SPEED_SETTINGS:
-            del document["train"][name]
+            if not (name == "keep_best" and self.train.average_best):
+                del document["train"][name]
+        del document["plugins"]
+        if digests := plugins.weight_digests(self.plugins):
+            document["plugins"] = digests
         document["data"]["id"] = None  # names rows, changes none
+        for name in TrainConfig.model_fields:  # parameters of other losses
+            if name.startswith(tuple(f"{loss}_" for loss in LOSSES if loss != self.train.loss)):
+                del document["train"][name]
         # Locations: co_teachers and augmented_copies identify the content.
         for name in ("teachers", "augmented_rows_path"):
             document.get("distill", {}).pop(name, None)
@@ -495,7 +602,9 @@ def find_recipe_problems(recipe: Recipe) -> Iterator[Problem]:
         setting, value = "quantize.max_changed_predictions", recipe.quantize.max_changed_predictions
         reason = "with quantize.kind=weights every operation computes in float already"
         yield conflict_problem(setting, value, reason, "write null, or leave it out")
+    yield from _find_weighting_problems(recipe)
     yield from _find_scaling_problems(recipe)
+    yield from find_selection_problems(recipe.metrics, recipe.train, recipe.data)
     yield from find_data_problems(recipe.data)
     yield from find_augment_problems(recipe.augment)
 
@@ -523,6 +632,19 @@ def _find_training_problems(recipe: Recipe) -> Iterator[Problem]:
         reason = f"fewer rows than the {train.num_replicas} {unit} that share them"
         fix = f"write {train.num_replicas} or more, or fewer train.workers"
         yield out_of_range_problem(setting, recipe.global_batch_size, reason, fix)
+
+
+def _find_weighting_problems(recipe: Recipe) -> Iterator[Problem]:
+    train, data, distill = recipe.train, recipe.data, recipe.distill
+    if distill.teacher is not None:
+        reason = "a student learns its teacher's answers, which have learned from it"
+        for name, neutral in NEUTRAL_SETTINGS["train"].items():
+            if name in ("class_weights", "loss") and getattr(train, name) != neutral:
+                yield conflict_problem(f"train.{name}", getattr(train, name), reason, f"write {neutral}")
+    if data.sampling is not None and (distill.unlabeled_rows_path or distill.augmented_copies):
+        reason = "unlabeled rows and augmented copies of a student have no values of its column"
+        fix = "write null, or leave out distill.unlabeled_rows_path and distill.augmented_copies"
+        yield conflict_problem("data.sampling", data.sampling.column, reason, fix)
 
 
 def _find_scaling_problems(recipe: Recipe) -> Iterator[Problem]:

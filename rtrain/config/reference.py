@@ -6,6 +6,7 @@ A test compares the file with `render_settings_page()`.
 """
 
 import json
+import re
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -37,6 +38,7 @@ The column *of* is the setting's group:
 | rows | It is the location of the same rows; and `name`, the recipe. | is allowed, except for `name` |
 | student | It changes the weights of a distilled student, and of no other run. | is refused for a student |
 | int8 | It changes the int8 artifact only. | is allowed |
+| decision | It sets how a finished model decides, and changes no weights. | is allowed |
 | gate | It is a limit of the release gate, and changes no artifact. | is allowed |
 | speed | It changes speed, memory or the files kept, never the weights (see below). | is allowed |
 | deploy | It sets where a run runs and how it is searched, served or reported. | is allowed |
@@ -112,6 +114,8 @@ def _format_setting(name: str, field: Mapping[str, Any], value: Any, indent: str
     # In a list: YAML ends a document of a single word with a marker.
     dump_options: Any = {"default_flow_style": True, "allow_unicode": True, "width": 1 << 20, "sort_keys": False}
     value_text = yaml.safe_dump([value], **dump_options).strip()[1:-1]
+    if isinstance(value, str) and "\n" in value:  # YAML would write several lines
+        value_text = json.dumps(value, ensure_ascii=False)
     return [*comment_lines, f"{indent}{name}: {value_text}"]
 
 
@@ -130,7 +134,7 @@ def find_owner(name: str) -> str:
         return "rows"
     if section == "train" and leaf in SPEED_SETTINGS:
         return "speed"
-    return {"distill": "student", "quantize": "int8", "gate": "gate"}.get(section, "run")
+    return {"distill": "student", "quantize": "int8", "metrics": "decision", "gate": "gate"}.get(section, "run")
 
 
 def _format_type(schema: Mapping[str, Any]) -> str:
@@ -139,7 +143,8 @@ def _format_type(schema: Mapping[str, Any]) -> str:
         if union in schema:
             return " or ".join(_format_type(member) for member in schema[union])
     if "$ref" in schema:
-        return str(schema["$ref"].rsplit("/", 1)[1]).lower()
+        name = str(schema["$ref"].rsplit("/", 1)[1])
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", " ", name).lower()
     if "const" in schema or "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     type_name = schema["type"]

@@ -30,8 +30,6 @@ ENV_DEFAULTS = {
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # Tune swallows the first Ctrl-C and returns as if finished; without its handler, Python's own raises as always.
     "TUNE_DISABLE_SIGINT_HANDLER": "1",
-    # Tune would write every result of its trials into files of three formats; a search has its own journal.
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     # Train's controller polls its workers every 2 s by default, which costs 2 s at each start, report and end of a
     # run.
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",

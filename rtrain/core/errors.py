@@ -36,6 +36,8 @@ class UserError(Exception):
 
     exit_code = 1
     code = "failed"
+    problems: tuple[Problem, ...] = ()
+    """The invalid settings; empty for other errors."""
 
     def __init__(self, message: str, *, code: str | None = None):
         super().__init__(message)

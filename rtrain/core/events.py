@@ -10,7 +10,7 @@ from typing import Any, Self
 
 FILE_NAME = "events.jsonl"
 ROW_EVENTS = (
-    *("tokenized", "tokens_reused", "strategy", "vocabulary", "quarantined_rows"),
+    *("tokenized", "tokens_reused", "strategy", "vocabulary", "quarantined_rows", "selected_rows"),
     *("unlabeled", "head", "labels", "overlap", "texts", "conflicts"),
 )
 """Kinds of events about a run's rows, which are logged before the run is followed. The first event is of the first or

@@ -148,6 +148,51 @@ def fetch_dataset(hub_name: str, root: Path | None = None) -> dict[str, list[Pat
     return _load_dataset_files(name)
 
 
+def push_files(repo: str, files: Mapping[str, Path | bytes], message: str, *, is_private: bool) -> str:
+    """Make one commit that leaves exactly these files in a model repository, and return its URL.
+
+    The token is that of the client (HF_TOKEN, or `hf auth login`). A new repository is private with `is_private`; an
+    existing one keeps its visibility. Raises `HubError`.
+    """
+    import huggingface_hub
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+
+    api = huggingface_hub.HfApi()
+    try:
+        api.create_repo(repo, private=is_private, exist_ok=True)
+        stale_names = set(api.list_repo_files(repo)) - files.keys() - {".gitattributes"}
+        operations = [CommitOperationDelete(path_in_repo=name) for name in sorted(stale_names)]
+        additions = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=source) for name, source in files.items()]
+        return str(api.create_commit(repo, [*operations, *additions], commit_message=message).commit_url)
+    except Exception as error:  # the client's errors share no base class
+        raise _make_push_error(repo, error) from None
+
+
+def read_model_card(repo: str) -> str | None:
+    """Return README.md of a model repository, or None if it is missing. Raises `HubError`."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(repo, "README.md")).read_text(encoding="utf-8")
+    except huggingface_hub.errors.LocalEntryNotFoundError:  # no answer; its base class means a missing file
+        reason = f"{_hub_endpoint()} cannot be reached"
+        raise HubError(reason, "try again when it answers", is_unreachable=True, code="unreachable") from None
+    except (huggingface_hub.errors.EntryNotFoundError, huggingface_hub.errors.RepositoryNotFoundError):
+        return None
+    except Exception as error:
+        raise _make_push_error(repo, error) from None
+
+
+def _make_push_error(repo: str, error: Exception) -> HubError:
+    from huggingface_hub import errors
+
+    status = error.response.status_code if isinstance(error, errors.HfHubHTTPError) else None
+    if status in (401, 403) or isinstance(error, errors.LocalTokenNotFoundError):
+        reason = f"{_hub_endpoint()} does not let this user write the model {repo}"
+        return HubError(reason, "log in with write access: hf auth login, or HF_TOKEN=...", code="access_denied")
+    return _make_hub_error("model", HubName(repo), error)
+
+
 def save_copy(repo_type: RepoType, hub_name: str, root: Path) -> None:
     """Copy the files of a hub name to their place under `root`, unless they are there. Raises `HubError`."""
     name = _pin(repo_type, hub_name)

@@ -121,6 +121,8 @@ class TokenBatch:
     """A teacher's outputs, [rows or tokens, outputs]; with no columns if there is no teacher."""
     is_unlabeled: npt.NDArray[np.bool_] | None = None
     """Rows with a teacher's answers alone: their targets are placeholders and not learned. None: no such rows."""
+    row_weights: npt.NDArray[np.float64] | None = None
+    """Weight of each row in the loss (`data.weight_column`). None: all rows weigh 1."""
 
     def __len__(self) -> int:
         return len(self.row_ids)
@@ -159,6 +161,7 @@ class TokenBatch:
             row_ids=self.row_ids[indices],
             teacher_logits=self.teacher_logits[token_indices] if is_token_level else self.teacher_logits[indices],
             is_unlabeled=None if self.is_unlabeled is None else self.is_unlabeled[indices],
+            row_weights=None if self.row_weights is None else self.row_weights[indices],
         )
 
 

@@ -6,11 +6,13 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rtrain.core import atomic_write, events, json_files
+from rtrain.core import atomic_write, events, json_files, plugins
 from rtrain.core.errors import UserError, suggest_path
 
 ARTIFACT_FILE = "artifact.json"
 """The file that marks an artifact's folder (`rtrain.inference.artifact`)."""
+ROWS_FOLDER = ".rows"
+"""Folder beside the runs with the rows that Python programs passed in memory (`rtrain.api.rows`)."""
 
 
 class Run:
@@ -157,7 +159,7 @@ class Run:
         arguments = ["tune"] if is_search else ["train"]
         if self.is_student:
             arguments = ["distill", "TEACHER", *(["--search"] if is_search else [])]
-        return shlex.join(["rtrain", *arguments, "--resume", "--out", str(self.folder)])
+        return shlex.join(["rtrain", *arguments, "--resume", "--out", str(self.folder), *plugins.format_options()])
 
     # -------------------------------------------------------------------------------------------------- the decisions
 

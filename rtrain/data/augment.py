@@ -11,6 +11,7 @@ Noise is typos, swaps, drops and masks of words, without a model (EDA, Wei and Z
 """
 
 import hashlib
+import html
 import json
 import re
 import shutil
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rtrain.config import AugmentConfig, Recipe
-from rtrain.core import atomic_write
+from rtrain.config.recipe import NEUTRAL_ROW_SETTINGS, drop_neutral
+from rtrain.core import atomic_write, plugins
 from rtrain.core.errors import Problem
 from rtrain.data import row_reader
 from rtrain.data.row_reader import SourceRow
@@ -160,6 +162,9 @@ def find_problems(recipe: Recipe, task: Task) -> list[Problem]:
     if settings.paraphrase is not None:
         reason = f"labels of {task.name} are about places in the text, which another text has not"
         problems.append(Problem("augment.paraphrase", settings.paraphrase, reason, "remove it", code="unsupported"))
+    if settings.functions:
+        reason = f"labels of {task.name} are about places in the text, which another text has not"
+        problems.append(Problem("augment.functions", settings.functions, reason, "remove it", code="unsupported"))
     for name in ("swap", "drop") if task.augmentable == "words" else ():
         if share := settings.noise_shares[name]:
             reason = f"labels of {task.name} are about words in their order"
@@ -199,6 +204,11 @@ class CopyMaker:
             if len(copies) == max_copies:
                 break
             add_copy(self._add_noise(row, content, number), f"noise {self.settings.seed}", number)
+        for name in self.settings.functions:
+            key = hashlib.blake2b(f"{self.settings.seed} {content} {name}".encode(), digest_size=16).digest()
+            generator = np.random.Generator(np.random.Philox(key=np.frombuffer(key, dtype=np.uint64)))
+            text = plugins.find_value("augmentation", name)(row.text, generator)
+            add_copy(row._replace(text=text), f"function {name} {self.settings.seed}", 0)
         return copies
 
     def _add_noise(self, row: SourceRow, content: int, number: int) -> SourceRow:
@@ -232,7 +242,9 @@ def build_or_open_copies(recipe: Recipe, root: Path) -> Path:
     `row_reader.inspect_source` does, and if no row has a word.
     """
     source = row_reader.inspect_source(recipe.data, root).with_cached_digests(root)
-    data_settings = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test"})
+    data_settings = drop_neutral(
+        recipe.data.model_dump(mode="json", exclude={"path", "valid", "test"}), NEUTRAL_ROW_SETTINGS
+    )
     address = hashlib.sha256(
         json.dumps([source.digest(), data_settings, recipe.distill.augmented_copies, REPLACED_SHARE]).encode()
     ).hexdigest()
@@ -307,4 +319,10 @@ def _iter_training_texts(recipe: Recipe, source: row_reader.DataSource) -> Itera
         for row in row_reader.read_rows(source_file, recipe.data) if source_file.role == "train" else ():
             if row.reason is None and splits.assign_split(row, source_file.role) == "train":
                 second = recipe.data.text_pair
-                yield {recipe.data.text: row.text} | ({second: row.pair or ""} if second else {})
+                first, *further_columns = (*recipe.data.text_columns, *recipe.data.features)
+                texts = {first: row.text, **dict.fromkeys(further_columns, "")} | (
+                    {second: row.pair or ""} if second else {}
+                )
+                # The file is read like the rows: its texts are stripped of HTML again, and decoded.
+                is_html = recipe.data.strip_html
+                yield {name: html.escape(text, quote=False) if is_html else text for name, text in texts.items()}

@@ -22,9 +22,10 @@ def check_files_unchanged(source: row_reader.DataSource, shard_rows: list[dict[s
     """Raise `UserError` if a file was changed between its digest and the reading of its rows.
 
     Its rows would be stored under the address of other rows. An entry of `shard_rows` without a shard name marks such a
-    file.
+    file, or has counts of rows and no `entry`.
     """
-    numbers = dict.fromkeys(row["number"] for row in shard_rows if not row["shard"])  # a file is read in many parts
+    # A file is read in many parts.
+    numbers = dict.fromkeys(row["number"] for row in shard_rows if not row["shard"] and row["entry"])
     changed = [source.files[number].uri.removeprefix("file://") for number in numbers]
     if changed:
         sources.clear_cache(root)
@@ -49,6 +50,8 @@ def check_splits_not_empty(recipe: Recipe, rows: Mapping[str, int]) -> None:
             f"Rows with one value of the column {recipe.data.group_column!r}, blank ones too, are all in one split: if "
             "it has few values, name another column in data.group_column, or write null to group by text"
         )
+    if recipe.data.split_time is not None:
+        grouping = "Rows of one time are in one split: correct data.split_time"
     if not rows["train"]:
         location = f"column {recipe.data.split_column!r}" if recipe.data.split_column else "data.path"
         why = "" if recipe.data.split_column else f". {grouping}"
@@ -75,6 +78,14 @@ def check_splits_not_empty(recipe: Recipe, rows: Mapping[str, int]) -> None:
         f"{grouping}",
         code="too_few_rows",
     )
+
+
+def check_row_weights(recipe: Recipe, weights: npt.NDArray[np.float64]) -> None:
+    """Raise `UserError` unless some training row has a weight in the loss."""
+    if len(weights) and not weights.any():
+        column = recipe.data.weight_column
+        problem = f"data.weight_column: the weight {column!r} of all {len(weights):,} training rows is 0"
+        raise UserError(f"{problem}; write a weight above 0 for the rows to learn", code="no_weight")
 
 
 def check_target_size(rows: int, labels: int) -> None:

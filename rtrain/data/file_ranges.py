@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 BUFFER = 1 << 20
-RANDOM_ACCESS_FORMATS = ("parquet", "datasets")
+RANDOM_ACCESS_FORMATS = ("parquet", "datasets", "xlsx")
 """Formats that readers do not read in order from the first byte to the last."""
 SPLITTABLE_FORMATS = ("csv", "tsv", "jsonl", "parquet")
 """Formats that can be read in parts."""

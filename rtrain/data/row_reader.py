@@ -21,9 +21,11 @@ from typing import IO, Any, NamedTuple
 import pyarrow
 
 from rtrain.config import DataConfig
+from rtrain.config.data import is_table, parse_time
+from rtrain.core import row_filter, row_text
 from rtrain.core.errors import ConfigError, Problem, UserError, escape, quote_value
-from rtrain.data import file_ranges, sources
-from rtrain.data.readers import squad, tabular
+from rtrain.data import file_ranges, sources, tables
+from rtrain.data.readers import annotations, squad, tabular
 from rtrain.data.readers.tabular import (
     explain_encode_error,
     is_json_list,
@@ -34,6 +36,17 @@ from rtrain.data.readers.tabular import (
     validate_words,
 )
 from rtrain.data.sources import ROLE_BY_SPLIT_NAME, SourceFile, make_config_error, open_file, strip_query
+from rtrain.tasks.encode import canonical_name
+
+
+@dataclass
+class ReadCounts:
+    """Counts of rows, filled while they are read."""
+
+    left_out: int = 0
+    """Rows that `data.where` leaves out, or that annotators have rejected or not finished."""
+    relabeled: int = 0
+    """Rows whose label `data.labels` has changed."""
 
 
 class SourceRow(NamedTuple):
@@ -54,6 +67,16 @@ class SourceRow(NamedTuple):
     """`train`, `valid` or `test` by the column `data.split_column`; None where no such column is named."""
     id: str = ""
     """Value of the column `data.id`; empty where none is named."""
+    weight: float = 1.0
+    """Value of the column `data.weight_column`; 1 where none is named."""
+    sampling_value: str = ""
+    """Value of the column of `data.sampling`; empty where none is named."""
+    stratum: str | None = None
+    """Label or value of the column `data.stratify`; None where no column is named."""
+    time: float | None = None
+    """Seconds since 1970 in the column of `data.split_time`; None where no column is named."""
+    is_relabeled: bool = False
+    """`data.labels` has changed the label."""
 
 
 UNNAMED_COLUMN = "(unnamed)"
@@ -69,7 +92,15 @@ SEPARATOR_HINTS = {
     "tsv": "replace the tabs of a text by blanks, or write csv",
 }
 """Advice for a text that holds the delimiter."""
-READ_ERRORS = (OSError, EOFError, zlib.error, lzma.LZMAError, pyarrow.ArrowException, squad.InvalidSquadFile)
+READ_ERRORS = (
+    OSError,
+    EOFError,
+    zlib.error,
+    lzma.LZMAError,
+    pyarrow.ArrowException,
+    squad.InvalidSquadFile,
+    annotations.InvalidExport,
+)
 """Errors of readers on damaged or truncated files: snappy raises OSError, gzip EOFError."""
 
 
@@ -115,7 +146,8 @@ class DataSource:
         """
         hasher = hashlib.sha256()
         for source_file, sha256 in zip(self.files, self.sha256s, strict=True):
-            hasher.update(f"{source_file.role} {source_file.format} {sha256}\n".encode())
+            sheet = f" {source_file.sheet}" if source_file.sheet else ""
+            hasher.update(f"{source_file.role} {source_file.format} {sha256}{sheet}\n".encode())
         return hasher.hexdigest()
 
 
@@ -138,6 +170,8 @@ def inspect_source(data: DataConfig, root: Path | None = None) -> DataSource:
             continue
         reported_columns: set[tuple[str, tuple[str, ...]]] = set()  # files of one origin lack the same columns
         try:
+            if is_table(uri):
+                uri = str(tables.copy_temporarily(field, uri, data.query))
             for listed_file in sources.find_files(field, uri, data.format, role, root):
                 source_file, file_columns = _detect_columns(field, listed_file, data)
                 source_files.append(source_file)
@@ -161,7 +195,7 @@ def _detect_columns(field: str, source_file: SourceFile, data: DataConfig) -> tu
     source_file = source_file._replace(delimiter=data.delimiter or ",", escape=data.escape or "")
     columns = _read_columns(field, source_file)
     delimiter = next((sign for sign in DELIMITERS if sign in columns[0]), None)
-    if len(columns) > 1 or columns[0] == data.text or delimiter is None:
+    if len(columns) > 1 or columns[0] in data.text_columns or delimiter is None:
         return source_file, columns
     source_file = source_file._replace(delimiter=delimiter)
     return source_file, _read_columns(field, source_file)
@@ -221,6 +255,12 @@ def _read_header(field: str, source_file: SourceFile, configured_columns: Sequen
                 if isinstance(later[1], dict):
                     names |= dict.fromkeys(name for name in configured_columns if name in later[1])
             return list(names)
+        if source_file.format in annotations.FORMATS:
+            entries = annotations.read_annotations(file, source_file.format)
+            sample = islice((entry for _, entry in entries if isinstance(entry, dict)), SCHEMA_SAMPLE_ROWS)
+            return list(dict.fromkeys(name for entry in sample for name in entry)) or ["text"]
+        if source_file.format == "xlsx":
+            return list(next(tabular.iter_sheet_rows(file, source_file.sheet))[1])
         return list(tabular.read_arrow_schema(file, source_file.format).names)
 
 
@@ -232,11 +272,15 @@ def _find_missing_columns(data: DataConfig, columns: tuple[str, ...], name: str,
         if column in columns:
             continue
         suggestion = _suggest_column(column, columns)
-        fix = f"did you mean {escape(suggestion)}?" if suggestion else f"write --set data.{field}=COLUMN"
+        assignment = f"data.{field}=COLUMN" if field != "sampling" else "'data.sampling={column: COLUMN}'"
+        fix = f"did you mean {escape(suggestion)}?" if suggestion else f"write --set {assignment}"
         if delimiter:
             fix = f"its columns look separated by {delimiter!r}: write --set data.format=csv"
         fix = f"{name} has {available_columns}; {fix}"
-        problems.append(Problem(f"data.{field}", column, "no such column", fix, code="unknown_column"))
+        reason = "no such column"
+        if field == "where":
+            reason = f"no such column (character {_load_filter(data).columns[column]} of the condition)"
+        problems.append(Problem(f"data.{field}", column, reason, fix, code="unknown_column"))
     return problems
 
 
@@ -251,12 +295,30 @@ def _list_configured_columns(data: DataConfig, role: str) -> list[tuple[str, str
     """(setting, column) for every column that the settings name; `role` is that of the file. Rows of a validation or
     test file are not split."""
     settings = ("text_pair", *(("group_column",) if role == "train" else ()), "split_column", "id")
+    split_columns = () if role != "train" else _list_split_columns(data)
     return [
-        ("text", data.text),
+        *(("text", column) for column in data.text_columns),
+        *(("features", column) for column in data.features),
+        *(("where", column) for column in (_load_filter(data).columns if data.where else ())),
+        *split_columns,
         *((setting, column) for setting in settings if (column := getattr(data, setting))),
+        *((("weight_column", data.weight_column),) if data.weight_column and role == "train" else ()),
+        *((("sampling", data.sampling.column),) if data.sampling and role == "train" else ()),
         *(("label", column) for column in data.label_columns),
         *(("slices", column) for column in data.slices),
     ]
+
+
+def _list_split_columns(data: DataConfig) -> Iterator[tuple[str, str]]:
+    if data.stratify not in (None, "label"):
+        yield "stratify", str(data.stratify)
+    if data.split_time is not None:
+        yield "split_time", data.split_time.column
+
+
+def _load_filter(data: DataConfig) -> row_filter.RowFilter:
+    """The condition `data.where`. The configuration has checked it."""
+    return row_filter.parse_filter(data.where or "", canonical_name)
 
 
 # ------------------------------------------------------------------------------------------------- inside the job
@@ -267,18 +329,36 @@ def read_rows(
     data: DataConfig,
     part: file_ranges.FilePart = file_ranges.WHOLE_FILE,
     hasher: "hashlib._Hash | None" = None,
+    counts: ReadCounts | None = None,
 ) -> Iterator[SourceRow]:
-    """The rows of one file, or of a part of it, in order.
+    """The rows of one file, or of a part of it, in order; `data.where` leaves rows out.
 
     A row's `line` is its line in the file (csv, tsv, jsonl, conll), or else its row number from 1. After the last
-    row, `hasher` has hashed all bytes of the part. Raises `UserError` if the file is damaged or truncated.
+    row, `hasher` has hashed all bytes of the part, and `counts` has counted the part's rows. Raises `UserError` if the
+    file is damaged or truncated.
     """
+    if source_file.role != "train":  # evaluation rows need neither
+        data = data.model_copy(update={"weight_column": None, "sampling": None})
     with (
         reject_damaged_file(source_file),
         file_ranges.open_part(source_file.uri, source_file.format, part, hasher) as file,
     ):
+        counts = counts or ReadCounts()
         for line, row in iter_raw_rows(file, source_file, data, part):
-            yield parse_row(line, row, data)
+            if not isinstance(row, str) and _is_left_out(row, source_file, data):
+                counts.left_out += 1
+                continue
+            source_row = parse_row(line, row, data)
+            counts.relabeled += source_row.is_relabeled
+            yield source_row
+
+
+def _is_left_out(row: Mapping[str, Any], source_file: SourceFile, data: DataConfig) -> bool:
+    """Whether the row is not selected, or is no finished annotation."""
+    is_annotation = source_file.format in annotations.FORMATS and bool(data.label_columns)
+    if is_annotation and row[annotations.ANSWER] != annotations.ACCEPTED:
+        return True
+    return data.where is not None and not _load_filter(data).matches(lambda column: to_name(row.get(column)))
 
 
 @contextmanager
@@ -332,6 +412,13 @@ def iter_raw_rows(
     elif source_file.format == "conll":
         for sentence in tabular.read_sentences(file, bool(data.label_columns)):
             yield sentence.line, sentence.reason or {"tokens": list(sentence.tokens), "tags": list(sentence.tags)}
+    elif source_file.format in annotations.FORMATS:
+        yield from annotations.read_annotations(file, source_file.format)
+    elif source_file.format == "xlsx":
+        sheet_rows = tabular.iter_sheet_rows(file, source_file.sheet)
+        header = [str(name) for name in next(sheet_rows)[1]]
+        for line, cells in sheet_rows:
+            yield line, dict(zip(header, cells, strict=True))
     elif source_file.format == "squad":
         for question in squad.read_questions(file, bool(data.label_columns)):
             yield question.line, question.reason or question.columns()
@@ -354,7 +441,10 @@ def parse_row(line: int, row: Mapping[str, Any] | str, data: DataConfig) -> Sour
 def _parse_columns(line: int, row: Mapping[str, Any], data: DataConfig) -> SourceRow:
     # Editors hide blanks around a value. Labels and group names are stripped, or a blank would make a second class or
     # document.
-    text, label = to_text(row.get(data.text)), _format_label(row, data)
+    features = {name: to_name(row.get(name)) for name in data.features}
+    text = row_text.build_text([to_text(row.get(column)) for column in data.text_columns], data, features)
+    original_label = _format_label(row, data)
+    label = _rename_label(original_label, data.labels) if data.labels else original_label
     pair = None if data.text_pair is None else to_text(row.get(data.text_pair))
     slices = tuple(replace_surrogates(to_name(row.get(name))) for name in data.slices)
     group = None if data.group_column is None else to_name(row.get(data.group_column))
@@ -363,8 +453,49 @@ def _parse_columns(line: int, row: Mapping[str, Any], data: DataConfig) -> Sourc
     role = ROLE_BY_SPLIT_NAME.get((split or "").lower())
     if split is not None and role is None and reason is None:
         reason = f"column {data.split_column!r} names no split ({quote_value(split)}); write train, valid or test"
+    weight = 1.0 if data.weight_column is None else _parse_weight(row.get(data.weight_column))
+    if weight is None and reason is None:
+        value = quote_value(to_string(row.get(data.weight_column or "")))
+        reason = f"the weight {value} in column {data.weight_column!r} is not a number of 0 or more; correct it"
+    sampling_value = "" if data.sampling is None else replace_surrogates(to_name(row.get(data.sampling.column)))
+    if pair is not None and data.strip_html:
+        pair = row_text.strip_html(pair)
+    stratum = label if data.stratify == "label" else data.stratify and to_name(row.get(data.stratify))
+    time_value = None if data.split_time is None else row.get(data.split_time.column)
+    time = None if time_value is None else parse_time(time_value)
+    if data.split_time is not None and time is None and reason is None:
+        value = quote_value(to_string(time_value))
+        reason = f"column {data.split_time.column!r} is no date ({value}); write one such as 2024-06-01T14:30:00Z"
     row_id = "" if data.id is None else replace_surrogates(to_name(row.get(data.id)))
-    return SourceRow(line, text, pair, label, reason, slices, group, role, row_id)
+    is_relabeled = label != original_label
+    further_columns = (weight or 0.0, sampling_value, stratum, time, is_relabeled)
+    return SourceRow(line, text, pair, label, reason, slices, group, role, row_id, *further_columns)
+
+
+def _parse_weight(value: Any) -> float | None:
+    """The weight of a row; None if the value is not one."""
+    text = to_string(value).strip()
+    try:
+        weight = math.nan if "_" in text else float(text)  # Python reads 1_000 as a thousand
+    except ValueError:
+        return None
+    return weight if math.isfinite(weight) and weight >= 0 else None
+
+
+def _rename_label(label: str, names: Mapping[str, str]) -> str:
+    """The label with the names of `data.labels`; those inside a list or an object by column, too."""
+    if label in names or label[:1] not in ("[", "{"):
+        return names.get(label, label)
+    try:
+        document = json.loads(label)
+    except ValueError:
+        return label
+    values = document.values() if isinstance(document, dict) else document
+    if not any(isinstance(value, str) and value in names for value in values):
+        return label
+    renamed = [names.get(value, value) if isinstance(value, str) else value for value in values]
+    document = dict(zip(document, renamed, strict=True)) if isinstance(document, dict) else renamed
+    return json.dumps(document, ensure_ascii=False)
 
 
 def _format_label(row: Mapping[str, Any], data: DataConfig) -> str:
@@ -381,18 +512,19 @@ def _format_label(row: Mapping[str, Any], data: DataConfig) -> str:
 
 def _missing_text_reason(data: DataConfig, row: Mapping[str, Any]) -> str | None:
     """Why a row without the text column cannot be used: each JSON line has its own columns."""
-    if data.text in row:
+    columns = " and ".join(data.text_columns)
+    if any(column in row for column in data.text_columns):
         return None
     if not row:
-        return f"no column {data.text!r}, nor any other; write a text or remove the row"
+        return f"no column {columns!r}, nor any other; write a text or remove the row"
     keys = ", ".join([*map(quote_value, islice(row, MAX_NAMED_KEYS)), *(["..."] if len(row) > MAX_NAMED_KEYS else [])])
-    return f"no column {data.text!r}; it has {keys}; name one of these with --set data.text=NAME, or remove the row"
+    return f"no column {columns!r}; it has {keys}; name one of these with --set data.text=NAME, or remove the row"
 
 
 def _rejection_reason(data: DataConfig, text: str, pair: str | None, label: str) -> str | None:
     """Why a row cannot be used, and what to do; None if it can."""
-    label_columns = " and ".join(data.label_columns)
-    for column, value in ((data.text, text), (data.text_pair, pair), (label_columns, label)):
+    label_columns, text_columns = " and ".join(data.label_columns), " and ".join(data.text_columns)
+    for column, value in ((text_columns, text), (data.text_pair, pair), (label_columns, label)):
         try:
             size = len((value or "").encode())
         except UnicodeEncodeError as error:
@@ -400,7 +532,7 @@ def _rejection_reason(data: DataConfig, text: str, pair: str | None, label: str)
         if size > data.max_row_bytes:
             return f"column {column!r} has {size:,} bytes; split it, or raise data.max_row_bytes={data.max_row_bytes:,}"
     if not text.strip() and not (pair or "").strip():
-        return f"column {data.text!r} is empty; write a text or remove the row"
+        return f"column {text_columns!r} is empty; write a text or remove the row"
     if data.label_columns and not label.strip():
         return f"column {label_columns!r} is empty; write a label or remove the row"
     return None

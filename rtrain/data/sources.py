@@ -18,7 +18,7 @@ import re
 import time
 import urllib.parse
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,9 +28,11 @@ import fsspec
 import fsspec.utils
 from fsspec.implementations.local import LocalFileSystem
 
-from rtrain.core import hub, json_files
-from rtrain.core.errors import ConfigError, Problem, find_nearest_file
+from rtrain.core import hub, json_files, plugins
+from rtrain.core.errors import ConfigError, Problem, UserError, find_nearest_file, quote_value
 
+SOURCES_FOLDER = ".sources"
+"""Folder beside the runs with the rows of plug-ins' sources."""
 NO_FILE_REASON = "no such file, folder or glob"
 FORMAT_BY_SUFFIX = {
     ".csv": "csv",
@@ -40,6 +42,7 @@ FORMAT_BY_SUFFIX = {
     ".json": "jsonl",
     ".parquet": "parquet",
     ".conll": "conll",
+    ".xlsx": "xlsx",
 }
 ROLE_BY_SPLIT_NAME = {
     **dict.fromkeys(("train", "training"), "train"),
@@ -64,6 +67,8 @@ class SourceFile(NamedTuple):
     """Separator of the columns of a csv file."""
     escape: str = ""
     """Character that escapes quotes inside quotes in a csv file; empty if they are doubled."""
+    sheet: str = ""
+    """Name of the sheet of an xlsx file; empty for the first."""
 
 
 def find_files(field: str, uri: str, format: str | None, role: str, root: Path | None) -> list[SourceFile]:
@@ -72,6 +77,11 @@ def find_files(field: str, uri: str, format: str | None, role: str, root: Path |
     `field` is the setting that holds the address, for the messages. A data set of the hub is read from its copy under
     `root` if there is one. Raises `ConfigError` if nothing is found, a format is unknown or a file is empty.
     """
+    if (read_rows := plugins.find_value("source", uri.partition("://")[0])) is not None:
+        return [SourceFile(_write_source_rows(field, uri, read_rows, root).as_uri(), "jsonl", role)]
+    uri, sheet = split_sheet(uri)
+    if sheet:
+        return [file._replace(sheet=sheet) for file in find_files(field, uri, format, role, root)]
     filesystem, path = resolve_filesystem(field, uri)
     address = _Address(field, uri, filesystem, path)
     with wrap_storage_errors(field, uri):
@@ -88,6 +98,34 @@ def find_files(field: str, uri: str, format: str | None, role: str, root: Path |
             fix = f"expected {', '.join(sorted(FORMAT_BY_SUFFIX))}"
             raise make_config_error(field, uri, "no data file in it", fix, "no_data_files")
         return [_make_source_file(address, name, format, role) for name in sorted(paths)]
+
+
+def _write_source_rows(field: str, uri: str, read_rows: Callable[[str], Iterable[Any]], root: Path | None) -> Path:
+    """Write the rows of a plug-in's source to a file of JSON lines under `root`, or in the user's cache. The file is
+    named by its content. A resume compares the rows, since the source may have changed."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rtrain"
+    folder, number, hasher = (root or cache) / SOURCES_FOLDER, 0, hashlib.sha256()
+    folder.mkdir(parents=True, exist_ok=True)
+    draft = folder / f".{uuid.uuid4().hex[:8]}"
+    try:
+        with plugins.attribute_errors(), draft.open("wb") as file:
+            for number, row in enumerate(read_rows(uri), start=1):
+                if not isinstance(row, Mapping):
+                    reason = f"row {number} of the source is {quote_value(row)}"
+                    raise make_config_error(field, uri, reason, "yield dicts of columns", "wrong_type")
+                line = json.dumps(dict(row), ensure_ascii=False, default=str).encode("utf-8", "replace") + b"\n"
+                hasher.update(line)
+                file.write(line)
+        if not number:
+            raise make_config_error(field, uri, "the source has no rows", "correct the address", "empty_file")
+        return draft.rename(folder / f"{hasher.hexdigest()[:16]}.jsonl")
+    except ConfigError:
+        raise
+    except UserError as error:
+        reason = f"after row {number}, {error}"
+        raise make_config_error(field, uri, reason, "correct the plug-in", error.code) from error
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 class _Address(NamedTuple):
@@ -241,6 +279,12 @@ def strip_query(uri: str) -> str:
 
 def _is_web(uri: str) -> bool:
     return uri.startswith(("http://", "https://"))
+
+
+def split_sheet(uri: str) -> tuple[str, str]:
+    """The address of a file, and the name of the sheet behind it: file.xlsx#Sheet."""
+    path, separator, sheet = uri.partition(".xlsx#")
+    return (f"{path}.xlsx", sheet) if separator else (uri, "")
 
 
 def file_suffix(uri: str) -> str:

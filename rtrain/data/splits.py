@@ -7,17 +7,21 @@ differ in case or punctuation can still put equal rows into two splits. Texts wi
 paraphrase is not counted, nor is another filling of a template.
 """
 
+import bisect
 import hashlib
+import math
 import unicodedata
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from rtrain.config import DataConfig
+from rtrain.config.data import SplitTime, parse_time
 from rtrain.core.errors import ConfigError, Problem
-from rtrain.data.row_reader import DataSource, SourceRow
+from rtrain.data.row_reader import DataSource, SourceRow, read_rows
+from rtrain.data.sources import SourceFile
 
 DEFAULT_SHARE = 0.1
 """Default share of the rows for validation, and also for the test."""
@@ -37,9 +41,14 @@ class Splits:
     folds: int | None = None
     fold: int = 0
     validation_fold: int = 0
+    strata: "StrataTable | None" = None
+    time_cuts: tuple[float, float] | None = None
+    """First time of the validation rows and of the test rows, in seconds since 1970."""
 
     @classmethod
-    def from_config(cls, data: DataConfig, source: DataSource) -> "Splits":
+    def from_config(cls, data: DataConfig, source: DataSource, survey: "RowSurvey | None" = None) -> "Splits":
+        """The splits of the settings. `survey` is of the rows of the training files; without it they are read here, if
+        the splits depend on all rows."""
         has_split_column = data.split_column is not None
         default_share = 0.0 if has_split_column or source.has_valid else DEFAULT_SHARE
         share = default_share if data.valid_share is None else data.valid_share
@@ -48,12 +57,22 @@ class Splits:
             reason = f"there are {splits.num_validation_folds} validation folds of the size data.valid_share"
             fix = "folds count from 0"
             raise ConfigError([Problem("data.validation_fold", data.validation_fold, reason, fix, code="out_of_range")])
-        return splits
+        if (times := data.split_time) is not None and isinstance(times.test, str):
+            # The configuration has checked the dates.
+            return replace(splits, time_cuts=(parse_time(times.valid) or 0.0, parse_time(times.test) or 0.0))
+        if data.stratify is None and times is None:
+            return splits
+        survey = survey or RowSurvey.merge([survey_file(file, data) for file in source.files if file.role == "train"])
+        if times is not None:
+            return replace(splits, time_cuts=survey.find_time_cuts(times))
+        return replace(splits, strata=survey.stratify(splits))
 
     @property
     def num_validation_folds(self) -> int:
         """The number of disjoint validation folds (`data.validation_fold`); 0 if a file or a column names the
-        validation rows, or `data.valid_share` is 0."""
+        validation rows, or a time, or `data.valid_share` is 0."""
+        if self.time_cuts is not None:
+            return 0
         # Rounding errors of a sum of shares are smaller than this.
         return int(self._train_and_valid_share / self.valid_share + 1e-9) if self.valid_share else 0
 
@@ -65,9 +84,13 @@ class Splits:
 
     def assign_split(self, row: SourceRow, role: str) -> str:
         """`train`, `valid` or `test`; `role` is that of the row's file."""
-        return self.assign_by_hash(row.split or role, hash_content(row)[0])
+        if self.time_cuts is not None and role == "train":
+            valid_start, test_start = self.time_cuts
+            assert row.time is not None  # else the row is bad
+            return "test" if row.time >= test_start else "valid" if row.time >= valid_start else "train"
+        return self.assign_by_hash(row.split or role, hash_content(row)[0], row.stratum)
 
-    def assign_by_hash(self, assigned_split: str, text_hash: int) -> str:
+    def assign_by_hash(self, assigned_split: str, text_hash: int, stratum: str | None = None) -> str:
         """The split of a row that its file or column puts into `assigned_split`; `text_hash` is the first of
         `hash_content`.
 
@@ -75,7 +98,12 @@ class Splits:
         """
         if assigned_split != "train":
             return assigned_split
-        share = text_hash / 2**64
+        if self.strata is not None and (split := self.strata.find_split(text_hash, stratum)):
+            return split
+        return self._assign_by_share(text_hash / 2**64)
+
+    def _assign_by_share(self, share: float) -> str:
+        """The split at a position in [0, 1) among all rows."""
         if self.folds is not None:
             position = share * self.folds
             if int(position) == self.fold:
@@ -87,6 +115,100 @@ class Splits:
         first = self._train_and_valid_share - self.valid_share * (self.validation_fold + 1)
         end = self._train_and_valid_share - self.valid_share * self.validation_fold
         return "valid" if first <= share < end else "train"
+
+
+@dataclass(frozen=True)
+class StrataTable:
+    """The splits of the rows of each stratum, by their hashes."""
+
+    runs: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
+    """For each stratum: first hashes of runs of rows of one split, ascending, and these splits."""
+    main_strata: Mapping[int, str]
+    """The stratum of the most rows, for each hash that rows of several strata have: they stay in one split."""
+
+    def find_split(self, text_hash: int, stratum: str | None) -> str | None:
+        """The split of a row; None for a stratum without rows."""
+        firsts, names = self.runs.get(self.main_strata.get(text_hash, stratum or ""), ((), ()))
+        return names[max(0, bisect.bisect_right(firsts, text_hash) - 1)] if names else None
+
+
+@dataclass(frozen=True, eq=False)
+class RowSurvey:
+    """What stratified splits, and splits by shares of time, need to know of all rows. Bad rows are not among them."""
+
+    strata: tuple[str, ...]
+    """Names of the strata."""
+    codes: npt.NDArray[np.int32]
+    """The number in `strata` of each row's stratum."""
+    hashes: npt.NDArray[np.uint64]
+    """First hash of each row (`hash_content`)."""
+    times: npt.NDArray[np.float64]
+    """Time of each row, in seconds since 1970; NaN without `data.split_time`."""
+
+    @classmethod
+    def from_values(cls, values: Iterable[tuple[str, int, float | None]]) -> "RowSurvey":
+        """A survey from the stratum, hash and time of each row."""
+        numbers: dict[str, int] = {}
+        rows = [
+            (numbers.setdefault(stratum, len(numbers)), text_hash, math.nan if time is None else time)
+            for stratum, text_hash, time in values
+        ]
+        table = np.array(rows, dtype=[("code", np.int32), ("hash", np.uint64), ("time", np.float64)])
+        return cls(tuple(numbers), table["code"], table["hash"], table["time"])
+
+    @classmethod
+    def merge(cls, surveys: Sequence["RowSurvey"]) -> "RowSurvey":
+        numbers: dict[str, int] = {}
+        codes = [np.empty(0, np.int32)]
+        for survey in surveys:
+            new_codes = [numbers.setdefault(name, len(numbers)) for name in survey.strata]
+            codes.append(np.array(new_codes, np.int32)[survey.codes] if new_codes else survey.codes)
+        hashes = np.concatenate([np.empty(0, np.uint64), *(survey.hashes for survey in surveys)])
+        times = np.concatenate([np.empty(0), *(survey.times for survey in surveys)])
+        return cls(tuple(numbers), np.concatenate(codes), hashes, times)
+
+    def find_time_cuts(self, settings: SplitTime) -> tuple[float, float]:
+        """The first time of the validation rows and of the test rows; rows of one time stay together."""
+        times, shares = np.sort(self.times), (float(settings.valid), float(settings.test))
+
+        def cut(share: float) -> float:
+            newest = round(len(times) * share)
+            return float(times[-newest]) if newest else math.inf
+
+        return cut(sum(shares)), cut(shares[1])
+
+    def stratify(self, splits: Splits) -> StrataTable:
+        """Split the rows of each stratum by the shares of `splits`, in the order of their hashes.
+
+        Shares are rounded up or down by a hash of the stratum's name, so that the small strata together have them too.
+        A stratum that would have no training row has no others.
+        """
+        pairs, counts = np.unique(np.rec.fromarrays([self.hashes, self.codes]), return_counts=True)
+        hashes, codes = pairs["f0"], pairs["f1"]
+        order = np.lexsort((codes, -counts, hashes))
+        hashes, codes = hashes[order], codes[order]
+        is_main = np.concatenate([[True], hashes[1:] != hashes[:-1]]) if len(hashes) else np.zeros(0, np.bool_)
+        is_shared = np.isin(hashes, hashes[~is_main])
+        main_strata = {
+            int(value): self.strata[code]
+            for value, code in zip(hashes[is_main & is_shared], codes[is_main & is_shared], strict=True)
+        }
+        runs: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {}
+        for code, name in enumerate(self.strata):
+            ranked = hashes[is_main & (codes == code)].tolist()  # ascending
+            rounding = min(max(_hash_bytes(_encode_text(name)) / 2**64, 1e-6), 1 - 1e-6)
+            names = [splits._assign_by_share((rank + 1 - rounding) / len(ranked)) for rank in range(len(ranked))]
+            if "train" not in names:
+                names = ["train"] * len(names)
+            firsts = [rank for rank in range(len(names)) if rank == 0 or names[rank] != names[rank - 1]]
+            runs[name] = tuple(ranked[rank] for rank in firsts), tuple(names[rank] for rank in firsts)
+        return StrataTable(runs, main_strata)
+
+
+def survey_file(source_file: SourceFile, data: DataConfig) -> RowSurvey:
+    """Survey the rows of a file that are not bad."""
+    rows = (row for row in read_rows(source_file, data) if row.reason is None)
+    return RowSurvey.from_values((row.stratum or "", hash_content(row)[0], row.time) for row in rows)
 
 
 def hash_content(row: SourceRow) -> tuple[int, int]:

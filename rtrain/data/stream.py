@@ -214,8 +214,9 @@ def _to_table_rows(batch: WorkerBatch) -> list[dict[str, Any]]:
         columns = {name: getattr(tokens, name) for name in _COLUMNS} | {"teacher_logits": tokens.teacher_logits.ravel()}
         outputs = tokens.teacher_logits.shape[1]
         lines.append({**common_columns, "last": index == len(batch.micro_batches) - 1, "outputs": outputs, **columns})
-    empty_columns = {name: np.empty(0, dtype=np.int32) for name in _COLUMNS if name != "is_unlabeled"}
-    return lines or [{**common_columns, "last": True, "outputs": 0, "is_unlabeled": None, **empty_columns}]
+    absent_columns = dict.fromkeys(("is_unlabeled", "row_weights"))
+    empty_columns = {name: np.empty(0, dtype=np.int32) for name in _COLUMNS if name not in absent_columns}
+    return lines or [{**common_columns, "last": True, "outputs": 0, **absent_columns, **empty_columns}]
 
 
 _SCHEMA = pa.schema(
@@ -236,6 +237,7 @@ _SCHEMA = pa.schema(
         "row_ids": pa.list_(pa.uint64()),
         "teacher_logits": pa.list_(pa.float32()),
         "is_unlabeled": pa.list_(pa.bool_()),
+        "row_weights": pa.list_(pa.float64()),
     }
 )
 

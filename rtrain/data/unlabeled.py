@@ -9,7 +9,7 @@ import os
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +46,8 @@ def without_labels(data: DataConfig, path: str | None) -> DataConfig:
     """Settings to read the rows of `path`: as the labeled rows, without labels and without the columns of scores and
     splits."""
     columns = dict.fromkeys(("label", "separator", "group_column", "split_column", "out_of_scope_label", "id"))
-    neutral = {**columns, "slices": ()}
+    columns |= dict.fromkeys(("weight_column", "sampling", "where", "stratify", "split_time"))
+    neutral: dict[str, Any] = {**columns, "slices": (), "labels": {}}
     splits = {"valid": None, "test": None, "folds": None, "fold": 0, "validation_fold": 0, "valid_share": 0.0}
     # A file keeps the format of the labeled rows if its suffix is the same or names no format: a .json can be a SQuAD
     # file, a .tsv can hold CoNLL sentences.
@@ -200,17 +201,17 @@ def _link_files(folder: Path, labeled_store: store.Store, unlabeled_store: store
     files = {}
     for name, entry in labeled_store.manifest.files.items():
         if not name.endswith("-train.arrow"):
-            _link_or_copy(labeled_store.folder / name, folder / name)
+            link_or_copy(labeled_store.folder / name, folder / name)
             files[name] = entry
     for path in labeled_store.folder.glob("quarantine*"):
-        _link_or_copy(path, folder / path.name)
+        link_or_copy(path, folder / path.name)
     for name in unlabeled_store.manifest.shards:
-        _link_or_copy(unlabeled_store.folder / name, folder / _prefix_shard_name(name))
+        link_or_copy(unlabeled_store.folder / name, folder / _prefix_shard_name(name))
         files[_prefix_shard_name(name)] = unlabeled_store.manifest.files[name]
     return files
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # storage without links

@@ -6,14 +6,15 @@ and is significant against no difference; of lost answers and latencies the whol
 no chance. `hold`: these rows, or this machine, do not decide it.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 from rtrain.config import GateConfig
 from rtrain.evaluation import significance
 from rtrain.evaluation.latency import LatencyComparison
 from rtrain.evaluation.significance import ALPHA, Difference, McNemarTest, PairedScores, SliceDifference
+from rtrain.metrics.per_class import ClassResult
 from rtrain.metrics.scores import MIN_ROWS
 from rtrain.report.stats import wilson_interval
 
@@ -33,6 +34,9 @@ class GateLimits:
     min_speedup: float
     max_megabytes: float | None = None
     max_memory_mb: float | None = None
+    min_recall: Mapping[str, float] = field(default_factory=dict)
+    """Least recall by label."""
+    min_precision: Mapping[str, float] = field(default_factory=dict)
 
 
 def make_limits(settings: GateConfig, is_student: bool) -> GateLimits:
@@ -44,6 +48,8 @@ def make_limits(settings: GateConfig, is_student: bool) -> GateLimits:
         settings.min_speedup,
         settings.max_megabytes,
         settings.max_memory_mb,
+        settings.min_recall,
+        settings.min_precision,
     )
 
 
@@ -98,6 +104,8 @@ def _collect_findings(measured: GateMeasurements, limits: GateLimits) -> Iterato
     if scores.mcnemar is not None and scores.first_correct:
         yield _judge_negative_flips(scores.mcnemar, scores.first_correct, limits.max_negative_flips)
     yield from _judge_slices(scores.slices, limits.max_slice_drop)
+    for name, floors in (("recall", limits.min_recall), ("precision", limits.min_precision)):
+        yield from (_judge_label(scores.classes, label, name, floor) for label, floor in floors.items())
     yield from (_judge_speed(speed, limits.min_speedup) for speed in measured.speeds)
     yield from _judge_limit("its files take", measured.megabytes, limits.max_megabytes)
     yield from _judge_limit("loaded, it takes", measured.memory_mb, limits.max_memory_mb)
@@ -154,6 +162,33 @@ def _judge_slices(slices: Sequence[SliceDifference], max_relative_drop: float) -
     if slices and not any_below:
         limit = f"more than {max_relative_drop:.0%} below the baseline"
         yield GateFinding("promote", f"none of {len(slices)} slices is {limit} and significantly worse")
+
+
+def find_class(classes: Sequence[ClassResult], label: str) -> ClassResult | None:
+    """The scores of a label; a label of one head of several is `HEAD/LABEL`."""
+    results = {str(result["class"]): result for result in classes}
+    return results.get(label) or results.get(label.replace("/", ": ", 1))
+
+
+def _judge_label(classes: Sequence[ClassResult], label: str, name: str, floor: float) -> GateFinding:
+    result = find_class(classes, label)
+    rows = 0 if result is None else int(result["support"] if name == "recall" else result["other"]["predicted"])
+    if result is None or rows == 0:
+        whose = f"with the label {label}" if name == "recall" else f"that the candidate gives the label {label}"
+        return GateFinding("hold", f"no row {whose}; its {name} must be {floor:g} or more")
+    value = float(result["other"][name])
+    low, high = wilson_interval(value * rows, rows)
+    text = (
+        f"{name} of {label} {value:.3f} ({low:.3f} to {high:.3f}, on {rows:,} row{'' if rows == 1 else 's'}); "
+        f"the least is {floor:g}"
+    )
+    if value >= floor:
+        return GateFinding("promote", text)
+    return (
+        GateFinding("refuse", text)
+        if high < floor
+        else GateFinding("hold", f"{text}, which may be chance: use more rows")
+    )
 
 
 def _judge_speed(speed: LatencyComparison, min_speedup: float) -> GateFinding:

@@ -24,7 +24,7 @@ from rtrain import config as configuration
 from rtrain.config import DataConfig, GateConfig
 from rtrain.core import env, events
 from rtrain.core.errors import ConfigError, Problem, UserError
-from rtrain.core.ragged import Ints
+from rtrain.core.ragged import Head, Ints
 from rtrain.core.run_folder import Run
 from rtrain.data import row_reader
 from rtrain.data.store.store import Store
@@ -36,13 +36,14 @@ from rtrain.evaluation.significance import PairedScores, RowScores
 from rtrain.inference import artifact, score
 from rtrain.inference.artifact import Artifact, ArtifactError
 from rtrain.inference.predictor import Predictor
-from rtrain.metrics import per_class
+from rtrain.metrics import operating_points, per_class
 from rtrain.metrics.bootstrap import SumMetric
 from rtrain.metrics.classes import ACCURACY_WITH_ABSTENTIONS
 from rtrain.metrics.registry import get_metric
 from rtrain.models import precision
 from rtrain.report.collect import SPLITS
 from rtrain.runs import run_folders
+from rtrain.tasks import base
 
 SCHEMA_VERSION = 2
 DEFAULT_RECIPE = "intent"
@@ -145,6 +146,7 @@ def run_gate(
             code="duplicate_name",
         )
     metadata, baseline_metadata = artifact.read_artifact(request.candidate), artifact.read_artifact(request.baseline)
+    check_floors(settings, metadata)
     is_student = baseline_metadata.version != "" and metadata.lineage.get("teacher") == baseline_metadata.version
     limits = decision.make_limits(settings, is_student)
     pair, rejection_reason, unscored_reason = None, "", ""
@@ -204,12 +206,24 @@ def run_gate(
         "differing_rows": 0 if pair is None else pair.differing_rows,
         "unknown_labels": 0 if pair is None else int(pair.baseline.has_unknown_label.sum()),
         "excluded_rows": 0 if pair is None else pair.excluded_rows,
-        "limits": asdict(limits),
+        "limits": {name: value for name, value in asdict(limits).items() if value != {}},
         "host": describe_host(request.threads),
         "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "seconds": round(time.perf_counter() - started_at, 1),
         "rivals": rivals,
     }
+
+
+def check_floors(settings: GateConfig, candidate: Artifact) -> None:
+    """Raise `ConfigError` for a floor of a label that the candidate lacks."""
+    output = base.get_task(candidate.task).output
+    labels = operating_points.list_labels(output, Head(candidate.labels, candidate.facts))
+    requests = [("gate.min_recall", label) for label in settings.min_recall]
+    requests += [("gate.min_precision", label) for label in settings.min_precision]
+    label_problems = (operating_points.find_label_problem(*request, labels) for request in requests)
+    problems = [problem for problem in label_problems if problem is not None]
+    if problems:
+        raise ConfigError(problems)
 
 
 def _answer_rows(request: GateRequest, baseline: Predictor, on_event: OnEvent) -> AnswerPair | None:

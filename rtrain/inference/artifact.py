@@ -25,12 +25,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urldefrag, urlsplit
 
-from rtrain.core import atomic_write, engines, json_files, manifest
+from rtrain.core import atomic_write, engines, json_files, manifest, plugins
 from rtrain.core.errors import UserError, suggest_path
 from rtrain.core.run_folder import Run
 
 FILE_NAME = json_files.ARTIFACT_JSON
 SCHEMA_VERSION = 2
+PLUGINS_FACT = "plugins"
+"""Fact of an artifact whose task is a plug-in's: the digest by the plug-in's name (`rtrain.core.plugins`)."""
 METADATA_FILES = (FILE_NAME, "config.json", "tokenizer.json")
 """The files of every artifact, in addition to the model's."""
 FILES_REWRITTEN_BY_GATE = (FILE_NAME, manifest.FILE_NAME)
@@ -49,6 +51,7 @@ ROW_FORMAT_SETTINGS = (
         "group_column",
     ),
     *("max_row_bytes", "max_bad_rows"),
+    *("where", "text_separator", "features", "strip_html", "labels"),
 )
 """Settings of `data` for reading a file of rows, which `rtrain evaluate` applies to another file."""
 GOLDEN_INPUTS = (
@@ -191,13 +194,15 @@ def read_artifact(folder: Path, verify: bool = True) -> Artifact:
         )
     try:
         document["labels"], document["golden"] = tuple(document["labels"]), tuple(document["golden"])
-        return Artifact(**document)
+        artifact = Artifact(**document)
     except (KeyError, TypeError) as error:
         raise ArtifactError(
             f"artifact {folder}: its {FILE_NAME} has other fields than this rtrain writes ({error}); use the version "
             "that made it, or make it again",
             code="other_version",
         ) from None
+    plugins.require_plugins(artifact.facts.get(PLUGINS_FACT, {}), f"artifact {folder}")
+    return artifact
 
 
 def _required_file_names(folder: Path) -> list[str]:

@@ -20,7 +20,7 @@ from rtrain.core.text_segmentation import LETTER_PATTERN, SYMBOL_PATTERN, Span, 
 from rtrain.inference import integrated_gradients
 from rtrain.inference.integrated_gradients import ERROR_TOLERANCE, INITIAL_STEPS, MAX_STEPS, Doubles, integrate
 from rtrain.inference.predictor import Predictor
-from rtrain.metrics.classes import iter_heads, label_thresholds, sigmoid
+from rtrain.metrics.classes import decide_classes, iter_heads, label_thresholds, sigmoid
 from rtrain.tasks.base import Input, Task
 from rtrain.tasks.defaults import pool_logits
 from rtrain.tasks.token_tags import locate_entities
@@ -303,7 +303,9 @@ def target_values(
 def _class_targets(
     head: Head, row_input: Input, encoded: EncodedRow, output: Floats, label: str | None
 ) -> list[ExplainedTarget]:
-    index = int(np.argmax(output)) if label is None else _label_index(label, head.labels)
+    index = (
+        int(decide_classes(output[None], head.labels, head)[0]) if label is None else _label_index(label, head.labels)
+    )
     return [ExplainedTarget(head.labels[index], (index,))]
 
 
@@ -323,7 +325,10 @@ def _head_targets(
 ) -> list[ExplainedTarget]:
     if label is not None:
         return _class_targets(head, row_input, encoded, output, label)
-    best_columns = [columns.start + int(np.argmax(output[columns])) for _, _, columns in iter_heads(head)]
+    best_columns = [
+        columns.start + int(decide_classes(output[None, columns], labels, head, name)[0])
+        for name, labels, columns in iter_heads(head)
+    ]
     return [ExplainedTarget(head.labels[place], (place,)) for place in best_columns]
 
 

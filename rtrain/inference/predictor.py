@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from rtrain.core import engines, env, json_files, manifest
+from rtrain.core import engines, env, json_files, manifest, row_text
 from rtrain.core.errors import UserError
 from rtrain.core.ragged import (
     EncodedRow,
@@ -35,7 +35,7 @@ from rtrain.models.model_files import auto_class
 from rtrain.models.network_parts import LAYOUT, accepted_inputs
 from rtrain.tasks import base
 from rtrain.tasks.base import Input, Task
-from rtrain.tasks.encode import load_tokenizer
+from rtrain.tasks.encode import canonical_name, load_tokenizer
 
 if TYPE_CHECKING:
     import openvino
@@ -141,6 +141,15 @@ class Predictor:
                 return "is not valid Unicode (a lone surrogate); send UTF-8 text"
         return "is empty; send a text" if self.task.is_blank(text, pair) else None
 
+    def clean_input(self, value: Any, position: int = 0) -> Any:
+        """Return an input of a request as the rows of the training were read: HTML stripped, features before the text
+        (`rtrain.core.row_text`). Rows of files are read so already. Raises `InputError`."""
+        try:
+            fields, settings = self.task.fields, self.artifact.data
+            return row_text.clean_input(value, fields[0], settings, lambda cell: canonical_name(cell.strip()))
+        except ValueError as error:
+            raise InputError(f"input {position} {error}", position) from None
+
     def encode(self, inputs: Sequence[Input]) -> list[EncodedRow]:
         """Turn the texts of each input into token ids, by the same `task.encode` as in training."""
         for position, value in enumerate(inputs):
@@ -218,6 +227,7 @@ class Predictor:
         """One answer per input, in the task's HTTP form."""
         if not inputs:
             return []
+        inputs = [self.clean_input(value, position) for position, value in enumerate(inputs)]
         encoded = self.encode(inputs)
         return self.decode(self.outputs(encoded, batch_size), inputs, encoded, parameters or {})
 

@@ -133,6 +133,7 @@ def score_file(folder: Path, data: DataConfig) -> dict[str, Any]:
     rows, and:
       seen_rows: number of `train` and `valid` rows of the artifact among the rows; None where unknown
       excluded_rows: rows of splits other than test, by split
+      left_out_rows: rows that `data.where` leaves out, if any
       bad_rows, bad_row_examples: rows that could not be read
       truncated_rows: rows longer than the artifact reads
       unknown_labels: number of `rows` with a label that the artifact lacks, and `examples` of these labels
@@ -141,7 +142,8 @@ def score_file(folder: Path, data: DataConfig) -> dict[str, Any]:
     source = row_reader.inspect_source(data)
     predictor = Predictor.load(folder)
     task = predictor.task
-    rows, excluded_rows = read_scored_rows(source, data, task)
+    counts = row_reader.ReadCounts()
+    rows, excluded_rows = read_scored_rows(source, data, task, counts)
     usable_rows = select_usable_rows(rows, data)
     seen_rows = find_seen_rows(find_training_store(folder, predictor.artifact), usable_rows)
     start_time = time.perf_counter()
@@ -168,6 +170,7 @@ def score_file(folder: Path, data: DataConfig) -> dict[str, Any]:
         **report,
         "seen_rows": None if seen_rows is None else seen_rows.count_by_split(),
         "excluded_rows": excluded_rows,
+        **({"left_out_rows": counts.left_out} if counts.left_out else {}),
         "bad_rows": len(rows) - len(usable_rows),
         "bad_row_examples": list(itertools.islice(row_problems, MAX_EXAMPLES)),
         "truncated_rows": sum(row.is_truncated for row in encoded_rows.encoded),
@@ -212,6 +215,8 @@ def describe_rows(report: Mapping[str, Any], data: DataConfig, labels: Sequence[
         splits = " and ".join(f"{rows:,} {split}" for split, rows in excluded_rows.items())
         hint = "; --set data.split_column=null scores all" if data.split_column else ""
         yield f"{splits} rows are excluded: only test rows are scored{hint}"
+    if left_out_rows := report.get("left_out_rows"):
+        yield f"{left_out_rows:,} rows are left out by data.where; --set data.where=null scores them too"
     seen_rows = report["seen_rows"]
     if seen_rows is None:
         yield "unknown whether the model was trained on these rows: its run's token store is missing"
@@ -236,10 +241,10 @@ def describe_rows(report: Mapping[str, Any], data: DataConfig, labels: Sequence[
 
 
 def read_scored_rows(
-    source: row_reader.DataSource, data: DataConfig, task: Task
+    source: row_reader.DataSource, data: DataConfig, task: Task, counts: row_reader.ReadCounts | None = None
 ) -> tuple[list[SourceRow], dict[str, int]]:
     """Return (rows of a file, number of excluded rows by split). A row that the task cannot use has a reason. Where the
-    file or a column names splits, valid rows of splits other than test are excluded.
+    file or a column names splits, valid rows of splits other than test are excluded. `counts` counts the rows read.
 
     Raises `ConfigError` if splits are named and no row is a test row.
     """
@@ -247,7 +252,9 @@ def read_scored_rows(
     rows: list[SourceRow] = []
     excluded_rows: Counter[str] = Counter()
     for source_file in source.files:
-        for record in (_validate_record(record, task) for record in row_reader.read_rows(source_file, data)):
+        for record in (
+            _validate_record(record, task) for record in row_reader.read_rows(source_file, data, counts=counts)
+        ):
             split = record.split or source_file.role
             if has_splits and record.reason is None and split != "test":
                 excluded_rows[split] += 1

@@ -21,6 +21,9 @@ ACCURACY_WITH_ABSTENTIONS = "accuracy_with_abstentions"
 """Accuracy over all rows, out-of-scope rows included; the model may abstain."""
 
 
+OPERATING_POINTS = "operating_points"
+"""Fact of a head: thresholds of single labels (`rtrain.metrics.operating_points`)."""
+
 # ------------------------------------------------------------------------------------------------------------- classes
 
 
@@ -35,6 +38,24 @@ def class_probabilities(row_results: RaggedArray, head: Head) -> Floats:
     return probabilities
 
 
+def decide_classes(logits: Any, labels: Sequence[str], head: Head, head_name: str = "") -> Ints:
+    """The class of each row by its logits [rows, labels], of the head `head_name` where there are several: the first
+    operating point whose label has a score of at least its threshold; else the label with the highest score among those
+    without a point. `NO_CLASS` for a row with a NaN."""
+    best = predict_classes(logits)
+    prefix = f"{head_name}/" if head_name else ""
+    names = {f"{prefix}{label}": column for column, label in enumerate(labels)}
+    points = [point for point in head.facts.get(OPERATING_POINTS, ()) if point["label"] in names]
+    if not points:
+        return best
+    probabilities, columns = softmax(logits), [names[point["label"]] for point in points]
+    other_columns = np.setdiff1d(np.arange(len(labels)), columns)
+    decided = other_columns[probabilities[:, other_columns].argmax(axis=1)] if len(other_columns) else best
+    for point, column in reversed(list(zip(points, columns, strict=True))):
+        decided = np.where(probabilities[:, column] >= point["threshold"], column, decided)
+    return np.where(np.isnan(probabilities).any(axis=1), best, decided)
+
+
 def make_classes_metric(row_results: RaggedArray, targets: RaggedArray, head: Head) -> SumMetric:
     """Accuracy and macro precision, recall and F1. A target of -1 (a label without a class) is wrong for every class.
 
@@ -42,7 +63,8 @@ def make_classes_metric(row_results: RaggedArray, targets: RaggedArray, head: He
     detecting out-of-scope rows and the accuracy with abstentions are added.
     """
     true = targets.values.astype(np.int64)
-    predicted = predict_classes(row_results.to_matrix(len(head.labels)))
+    logits = row_results.to_matrix(len(head.labels))
+    predicted = decide_classes(logits, head.labels, head)
     class_metric = classification.make_sum_metric(true, predicted, len(head.labels))
     class_metric = _select_scores(class_metric, ("accuracy", *MACRO_SCORES))
     if "out_of_scope_label" not in head.facts:
@@ -89,7 +111,8 @@ def compute_extra_class_scores(row_results: RaggedArray, targets: RaggedArray, h
 def build_class_tables(row_results: RaggedArray, targets: RaggedArray, head: Head) -> dict[str, Any]:
     probabilities, true = class_probabilities(row_results, head), targets.values.astype(np.int64)
     if "out_of_scope_label" not in head.facts:
-        return build_class_table(probabilities, true, head.labels)
+        predicted = decide_classes(row_results.to_matrix(len(head.labels)), head.labels, head)
+        return build_class_table(probabilities, true, head.labels, predicted)
     # Out of scope is one more class; its probability is 1 minus the best class's.
     confidence, out_of_scope_index = probabilities.max(axis=1), len(head.labels)
     is_abstained = confidence < head.facts.get("threshold", 0.0)
@@ -111,7 +134,8 @@ def mark_correct_classes(row_results: RaggedArray, targets: RaggedArray, head: H
     """The class, or that the row is out of scope."""
     probabilities = class_probabilities(row_results, head)
     is_abstained = probabilities.max(axis=1, initial=0.0) < abstain_threshold(head)
-    predicted = np.where(is_abstained, OUT_OF_SCOPE, predict_classes(probabilities))
+    decided = decide_classes(row_results.to_matrix(len(head.labels)), head.labels, head)
+    predicted = np.where(is_abstained, OUT_OF_SCOPE, decided)
     is_correct: Bools = predicted == targets.values.astype(np.int64)
     return is_correct
 
@@ -208,7 +232,8 @@ def make_heads_metric(row_results: RaggedArray, targets: RaggedArray, head: Head
     have a labeled row."""
     parts, names, presence = [], [], []
     for name, head_labels, logits, true in _iter_head_results(row_results, targets, head):
-        part = classification.make_sum_metric(np.maximum(true, -1), predict_classes(logits), len(head_labels))
+        predicted = decide_classes(logits, head_labels, head, name)
+        part = classification.make_sum_metric(np.maximum(true, -1), predicted, len(head_labels))
         part = _zero_rows(part, true == IGNORE_INDEX)
         parts.append(_select_scores(part, ("accuracy", "macro_f1"), f"{name}_"))
         names.append(f"{name}_accuracy")
@@ -220,15 +245,17 @@ def build_head_tables(row_results: RaggedArray, targets: RaggedArray, head: Head
     tables_by_head = {}
     for name, head_labels, logits, true in _iter_head_results(row_results, targets, head):
         rows = np.flatnonzero(true != IGNORE_INDEX)
-        tables_by_head[name] = {"rows": len(rows), **build_class_table(softmax(logits[rows]), true[rows], head_labels)}
+        predicted = decide_classes(logits[rows], head_labels, head, name)
+        class_table = build_class_table(softmax(logits[rows]), true[rows], head_labels, predicted)
+        tables_by_head[name] = {"rows": len(rows), **class_table}
     return {"heads": tables_by_head}
 
 
 def mark_correct_heads(row_results: RaggedArray, targets: RaggedArray, head: Head) -> Bools:
     """All heads for which the row has a label are right."""
     is_correct = np.ones(len(row_results), dtype=np.bool_)
-    for _, _, logits, true in _iter_head_results(row_results, targets, head):
-        is_correct &= (true == IGNORE_INDEX) | (predict_classes(logits) == true)
+    for name, head_labels, logits, true in _iter_head_results(row_results, targets, head):
+        is_correct &= (true == IGNORE_INDEX) | (decide_classes(logits, head_labels, head, name) == true)
     return is_correct
 
 

@@ -124,7 +124,7 @@ def measure_split(
     return {
         **document,
         "scores": scores,
-        "intervals": _build_interval_table(scored.sum_metric),
+        "intervals": _build_interval_table(scored.interval_metric),
         "slices": slices_by_column,
         "tables": scored.apply(metric.build_tables) if metric.build_tables else {},
     }
@@ -143,6 +143,12 @@ class _ScoredRows:
     @cached_property
     def sum_metric(self) -> SumMetric:
         return self.apply(self.metric.make_sum_metric)
+
+    @property
+    def interval_metric(self) -> SumMetric:
+        """The scores with intervals: those of plug-ins are among them."""
+        make = self.metric.make_plugin_metric
+        return bootstrap.combine_metrics(self.sum_metric, self.apply(make)) if make else self.sum_metric
 
     def take(self, rows: Ints) -> "_ScoredRows":
         return replace(self, row_results=self.row_results.take(rows), targets=self.targets.take(rows))

@@ -131,11 +131,11 @@ def build_network(
         auto_class(task.auto_model), folder, new_head=True, **(names if labels else {}), **settings
     )
     new_weights = report["missing_keys"]
-    network_parts.align_head_to_labels(
-        model,
-        network_parts.label_order(json_files.load_json_object(folder / "config.json"), task.auto_model, labels),
-        new_weights,
-    )
+    document = json_files.load_json_object(folder / "config.json")
+    order = network_parts.label_order(document, task.auto_model, labels)
+    network_parts.align_head_to_labels(model, order, new_weights)
+    is_new = order is None or any(not name.startswith(f"{model.base_model_prefix}.") for name in new_weights)
+    setattr(model, network_parts.NEW_OUTPUT, is_new)
     if model_config.max_position_embeddings is not None:
         long_texts.extend_positions(model, model_config.max_position_embeddings)
     if model_config.attention_window is not None:

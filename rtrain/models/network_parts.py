@@ -21,6 +21,8 @@ every model."""
 _UNNAMED_LABEL = re.compile(r"LABEL_\d+")
 """Transformers' default name of an output."""
 MODULE_NAME = "rtrain_auxiliary"
+NEW_OUTPUT = "rtrain_new_output"
+"""Attribute of a network: its output layer was not loaded."""
 
 
 def accepted_inputs(network: Any) -> frozenset[str]:
@@ -88,13 +90,7 @@ def align_head_to_labels(
         return
     import torch
 
-    encoder = f"{network.base_model_prefix}."
-    layers: list[tuple[str, torch.nn.Linear]] = [
-        (name, layer)
-        for name, layer in network.named_modules()
-        if isinstance(layer, torch.nn.Linear) and not name.startswith(encoder)
-    ]
-    name, last = layers[-1]
+    name, last = _find_output_layer(network)
     if f"{name}.weight" in new_weights:
         return
     with torch.no_grad():
@@ -105,6 +101,33 @@ def align_head_to_labels(
                 parameter.zero_()
             else:
                 parameter.normal_(0.0, getattr(network.config, "initializer_range", 0.02))
+
+
+def _find_output_layer(network: Any) -> "tuple[str, torch.nn.Linear]":
+    """The last linear layer outside the encoder, and its name."""
+    import torch
+
+    encoder = f"{network.base_model_prefix}."
+    return [
+        (name, layer)
+        for name, layer in network.named_modules()
+        if isinstance(layer, torch.nn.Linear) and not name.startswith(encoder)
+    ][-1]
+
+
+def has_new_output(network: Any) -> bool:
+    """Whether the output layer is new: not loaded from a model with a head."""
+    return bool(getattr(network, NEW_OUTPUT, False))
+
+
+def set_output_bias(network: Any, bias: Any) -> None:
+    """Set the bias of the output layer, [labels]; a layer without a bias stays as it is."""
+    import torch
+
+    _, layer = _find_output_layer(network)
+    if layer.bias is not None:
+        with torch.no_grad():
+            layer.bias.copy_(torch.from_numpy(bias))
 
 
 def lr_factors(network: "torch.nn.Module", decay: float) -> "dict[torch.nn.Parameter, float]":

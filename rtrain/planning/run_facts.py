@@ -110,7 +110,8 @@ def measure_rows(recipe: Recipe, model: Path) -> RowStats:
     windows, windows_per_row = _windows(recipe, task, tokenizer, sampled_rows)
     num_outputs = max(1, len(task.build_head(labels, tokenizer).labels))
     augment = recipe.augment  # the maximum: a text with few replaceable words gets fewer copies
-    train_rows = counts["train"] * (1 + augment.copies + (augment.variants if augment.paraphrase else 0))
+    copies = augment.copies + len(augment.functions) + (augment.variants if augment.paraphrase else 0)
+    train_rows = counts["train"] * (1 + copies)
     return RowStats(train_rows, counts["valid"], counts["test"], windows, windows_per_row, num_outputs)
 
 

@@ -103,6 +103,11 @@ class RunFacts:
     worst_label: WorstLabel | None = None
     confused_pair: tuple[str, str, int] | None = None
     """(true, predicted, rows) of the most frequent mistake, if it is frequent enough."""
+    collapsed_answer: str = ""
+    """The answer of almost all rows."""
+    peak_lr: float = 0.0
+    has_class_weights: bool | None = None
+    """Whether labels are weighed; None if the targets are not labels."""
     suspect_rows: tuple[str, ...] = ()
     """file:line of rows with a confident wrong prediction."""
     has_student: bool = False
@@ -187,6 +192,16 @@ def increase_max_tokens(facts: RunFacts) -> Recommendation | None:
 
 
 # -------------------------------------------------------------------------------------------------- improvements
+
+
+def separate_answers(facts: RunFacts) -> Recommendation | None:
+    if not facts.collapsed_answer or facts.status != "finished":
+        return None
+    reason = f"almost all rows get the answer “{truncate(facts.collapsed_answer, 40)}”, whatever their right answer"
+    setting = "train.class_weights=balanced"
+    if facts.has_class_weights is not False:
+        setting = f"{'distill.lr' if facts.is_student else 'optim.lr'}={format_significant(facts.peak_lr / 4)}"
+    return Recommendation(f"Separate the answers: {setting}", reason, rerun_command(facts, setting))
 
 
 def beat_baseline(facts: RunFacts) -> Recommendation | None:
@@ -287,6 +302,7 @@ RULES: tuple[Callable[[RunFacts], Recommendation | None], ...] = (
     resume_run,
     fix_rows,
     check_labels,
+    separate_answers,
     beat_baseline,
     increase_max_tokens,
     train_longer,

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from rtrain.core.errors import quote_value
+from rtrain.metrics.operating_points import format_operating_point
 from rtrain.metrics.scores import LENGTH_COLUMN, MIN_ROWS
 
 Event = dict[str, Any]
@@ -92,6 +93,11 @@ def format_quarantined_rows(event: Event) -> str:
     return f"{text}; listed in {event['file']}" if Path(event["file"]).is_file() else text
 
 
+def format_selected_rows(event: Event) -> str:
+    texts = (("left_out", "rows are left out"), ("relabeled", "labels have another name by data.labels"))
+    return "; ".join(f"{event[name]:,} {text}" for name, text in texts if event[name])
+
+
 def format_vocabulary(event: Event) -> str:
     changed = ", ".join(f"{rows:,} {split}" for split, rows in event["changed_rows"].items())
     return (
@@ -156,11 +162,12 @@ def format_running_text(event: Event) -> str:
 
 
 def format_collapsed(event: Event) -> str:
+    when = f"update {event['step']}: " if "step" in event else ""
     return (
-        f"WARNING: the model answers {quote_value(event['answer'])} to {event['rows']:,} of {event['total_rows']:,} "
-        f"{SPLIT_NAMES[event['split']]} rows, and to {event['other_rows_with_answer']:,} of the "
-        f"{event['other_rows']:,} whose right answer is another one. Compare it with the baselines in the report; "
-        "search optim.lr, or add rows of the other answers"
+        f"WARNING: {when}the model answers {quote_value(event['answer'])} to {event['rows']:,} of "
+        f"{event['total_rows']:,} {SPLIT_NAMES[event['split']]} rows, and to {event['other_rows_with_answer']:,} of "
+        f"the {event['other_rows']:,} whose right answer is another one. Compare it with the baselines in the report; "
+        "search optim.lr, weigh rare labels (train.class_weights=balanced), or add rows of the other answers"
     )
 
 
@@ -246,8 +253,10 @@ def _format_scores(scores: Mapping[str, float]) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in scores.items() if name != "rows")
 
 
-def _format_range(value: float | dict[str, float]) -> str:
-    """Format a threshold, or the lowest and the highest of several."""
+def _format_range(value: float | dict[str, float] | list[int]) -> str:
+    """Format a threshold, the lowest and the highest of several, or a list of steps."""
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
     return f"{value:.4f}" if isinstance(value, float) else f"{min(value.values()):.4f} to {max(value.values()):.4f}"
 
 
@@ -265,13 +274,14 @@ def format_event(event: Event) -> str | None:
 
 ROW_EVENTS = (
     *("quarantined_rows", "unlabeled", "head", "labels", "overlap", "vocabulary", "tokenizer", "texts"),
-    "conflicts",
+    *("conflicts", "selected_rows"),
 )
 """Kinds of events about the rows."""
 FORMATTERS: Mapping[str, Callable[[Event], str | None]] = {
     "tokenized": format_rows,
     "tokens_reused": format_rows,
     "quarantined_rows": format_quarantined_rows,
+    "selected_rows": format_selected_rows,
     "head": format_head,
     "tokenizer": format_tokenizer,
     "labels": format_labels,
@@ -291,6 +301,11 @@ FORMATTERS: Mapping[str, Callable[[Event], str | None]] = {
     "words_without_tokens": format_words_without_tokens,
     "evaluated": format_evaluated,
     "best": format_best,
+    "early_stop": lambda event: (
+        f"ended at step {event['step']:,} of {event['total_steps']:,}: {event['patience']} evaluation"
+        f"{'' if event['patience'] == 1 else 's'} without a better one than that of step {event['best_step']}"
+    ),
+    "operating_point": lambda event: format_operating_point(event, SPLIT_NAMES[event["split"]]),
     "crashed": format_crash,
     "step_skipped": lambda event: (
         f"step {event['step'] + 1}: the gradient is infinite in fp16; once more with loss scale {event['scale']:g}"

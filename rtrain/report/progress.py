@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from rich.console import Console
 from rich.text import Text
 
+from rtrain.core import plugins
 from rtrain.core.errors import UserError
 from rtrain.core.run_folder import Run
 from rtrain.inference import artifact
@@ -27,7 +28,7 @@ def print_message(text: str) -> None:
 
 def format_next_command(*arguments: object) -> str:
     """Format the line `next: ` with a command to paste."""
-    return f"next: {shlex.join(['rtrain', *map(str, arguments)])}"
+    return f"next: {shlex.join(['rtrain', *map(str, arguments), *plugins.format_options()])}"
 
 
 class SearchProgress(Protocol):
@@ -41,11 +42,13 @@ class SearchProgress(Protocol):
         """Progress of the search in one line."""
 
 
-SCORE_EVENTS = ("evaluated", "best", "unseen", "sliced", "running_text", "collapsed", "words_without_tokens")
+SCORE_EVENTS = (
+    *("evaluated", "best", "operating_point", "unseen", "sliced", "running_text", "collapsed", "words_without_tokens"),
+)
 """Kinds of trial events that a search summarizes itself."""
 SHARED_EVENTS = (
     *ROWS_READ_EVENTS,
-    *("quarantined_rows", "unlabeled", "head", "labels", "overlap", "texts", "conflicts"),
+    *("quarantined_rows", "selected_rows", "unlabeled", "head", "labels", "overlap", "texts", "conflicts"),
     *("device", "micro_batch_size_decided", "speeds", "threads"),
 )
 """Kinds of events that are equal in all trials and attempts; only the first of trial 0 is printed."""

@@ -22,6 +22,7 @@ LATE_EVENTS = ("cleaned", "imported")
 ROWS_READ_EVENTS = ("tokenized", "tokens_reused")
 """First events of a command; in a new run they follow `created`."""
 TIMED_PHASES = ("setup", "first_batch", "train", "evaluate", "checkpoint", "input_wait")
+EARLY_STOP_FIELDS = ("step", "total_steps", "patience", "best_step")
 MACHINES_EVENT = "machines"
 """Event of an attempt with its machines, the head, and `price`, the price of a worker's hour, if set."""
 PRICES_EVENT = "prices"
@@ -92,6 +93,7 @@ def summarize(run: Run) -> dict[str, Any]:
         "classes": {event["split"]: event.get("classes", []) for event in log if event["kind"] == "sliced"},
         "running_text": next((event["scores"] for event in reversed(log) if event["kind"] == "running_text"), None),
         "best_step": best,
+        **summarize_decisions(log),
         "restarts": max(0, len(starts) - 1),
         "interruptions": count_interruptions(log),
         "data_digest": created.get("data_digest"),
@@ -170,6 +172,18 @@ def summarize_overlap(log: list[dict[str, Any]]) -> dict[str, Any]:
         }
         for split, event in overlap_events.items()
     }
+
+
+def summarize_decisions(log: list[dict[str, Any]]) -> dict[str, Any]:
+    """Early end and operating points, where the settings ask for them: `early_stop`, {step, total_steps, patience,
+    best_step}, and `operating_points` by split (`rtrain.metrics.operating_points`)."""
+    stops = [{name: event[name] for name in EARLY_STOP_FIELDS} for event in log if event["kind"] == "early_stop"]
+    document: dict[str, Any] = {"early_stop": stops[-1]} if stops else {}
+    newest = {(event["split"], event["label"]): event for event in log if event["kind"] == "operating_point"}
+    for (split, _), event in newest.items():
+        fields = {name: value for name, value in event.items() if name not in ("kind", "time", "split")}
+        document.setdefault("operating_points", {}).setdefault(split, []).append(fields)
+    return document
 
 
 def summarize_gradient_sync(log: list[dict[str, Any]]) -> dict[str, Any]:

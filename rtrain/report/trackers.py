@@ -1,167 +1,123 @@
-"""Experiment trackers: TensorBoard and MLflow receive the figures of a run.
+"""Experiment trackers: the interface, and the clients of TensorBoard, MLflow and Weights & Biases.
 
-The process that follows the run's events feeds the trackers. Failed figures are queued and sent again; figures that are
-missing at the end are sent by the next command on the run. A failing tracker does not stop the run.
+A tracker is a class without constructor arguments and with the four methods of `Tracker`:
+
+    class Slack:
+        def start(self, run): ...        # `RunFacts`: name, folder, settings, `state` that outlives the process
+        def log(self, event): ...        # an event of events.jsonl, with its figures in event["values"]
+        def finish(self, summary): ...   # summary.json, with the status of this command
+        def close(self): ...             # always called
+
+`TRACKERS` has the class of each name in `report.trackers`; plug-ins register theirs
+(`rtrain.register_tracker`). All calls come from one thread of the tracker's own, so that a slow server delays neither
+the training nor other trackers. A method may raise any exception: `start`, `log` and `finish` are then called again
+with the same argument (`rtrain.report.tracker_feed`).
 """
 
-import importlib.util
 import json
 import math
 import os
 import re
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from rtrain import config as configuration
 from rtrain.config import Config
-from rtrain.core import atomic_write, events, json_files
-from rtrain.core.errors import Problem, TemporaryFailureError, UserError, redact
+from rtrain.core import atomic_write, json_files
+from rtrain.core.errors import UserError, redact
 from rtrain.core.run_folder import Run
+from rtrain.inference import artifact, mlflow_model
+from rtrain.report import collect
 
-Event = dict[str, Any]
-RunOutcome = Literal["finished", "failed", "interrupted"]
-OnEvent = Callable[[Event], None]
-REQUIRED_MODULES = {"tensorboard": ("tensorboard",), "mlflow": ("mlflow", "sqlalchemy", "alembic")}
-"""Modules of each tracker, installed by its extra."""
-RUN_ID_FILE = "mlflow.json"
-TRACKER_BEHIND = "tracker_behind"
-"""Event of a failed tracker with `missing_since_step`, the first missing step; None once it has all figures."""
-RETRY_S = 30.0
-"""Seconds from a failure to the next attempt."""
+Event = Mapping[str, Any]
+STATE_FILE = "trackers.json"
+"""File of a run folder with the state of each tracker."""
+MAX_MLFLOW_BATCH = 100
+"""Most parameters of one request to MLflow."""
+WANDB_REPEATED_EVENTS = 100
+"""Events that wandb gets again after a killed process: it lost 4 of 100 a second. It ignores a known step."""
+_STATE_LOCK = threading.Lock()
+
+
+class TrackerState:
+    """Progress of a tracker, kept in the run folder over resumes, separately for each of its servers."""
+
+    def __init__(self, run_folder: Path, name: str):
+        self._path, self._name = run_folder / STATE_FILE, name
+        document = self._load().get(name) or {"server": "", "servers": {}}
+        self._servers: dict[str, dict[str, Any]] = document["servers"]
+        self.select(document["server"])
+
+    def _load(self) -> dict[str, Any]:
+        return json_files.load_json_object(self._path) if self._path.is_file() else {}
+
+    def select(self, server: str) -> None:
+        """Continue with the values of a server, at first none. A new server gets all events of the run."""
+        self._server = server
+        self.values: dict[str, Any] = self._servers.setdefault(server, {})
+        """JSON values of the tracker itself, e.g. the id of its run, and those of the feed: `sent_events`,
+        `is_finished`, and `is_open`, whether a command has the tracker open, or was killed while it had."""
+
+    def save(self) -> None:
+        with _STATE_LOCK:
+            document = {"server": self._server, "servers": self._servers}
+            atomic_write.write_text(self._path, json.dumps({**self._load(), self._name: document}, indent=1))
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """The run, for a tracker that starts."""
+
+    folder: Path
+    config: Config
+    state: TrackerState
+
+    @property
+    def name(self) -> str:
+        return self.folder.name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Every setting by its dotted name, without passwords."""
+        settings = configuration.flatten_config(self.config)
+        return {name: redact(value) if isinstance(value, str) else value for name, value in settings.items()}
+
+    @property
+    def is_trial(self) -> bool:
+        """Whether the run is a trial of a search, whose model is not published."""
+        return Run(self.folder.parent).is_search
 
 
 class Tracker(Protocol):
-    """Interface of a tracker. Methods may raise exceptions of the library."""
+    """Interface of a tracker. Methods may raise exceptions of its library."""
 
-    is_new: bool
-    """Whether the tracker does not know this run yet; it then gets all logged figures."""
+    def start(self, run: RunFacts) -> None:
+        """Open the tracker's record of the run, a new one or, by `run.state.values`, the one of an earlier command.
 
-    def log(self, values: Mapping[str, float], step: int, time: float) -> None:
-        """Log figures after `step` steps; `time` is in seconds since 1970."""
+        An exception ends a command that begins a run; a resumed run continues, and the tracker is started later.
+        """
         ...
 
-    def close(self, outcome: RunOutcome) -> None: ...
+    def log(self, event: Event) -> None:
+        """Take the next event of the run's log.
 
+        Args:
+            event: its fields, `step`, and `values`: finite figures by name, e.g. `train/loss`, that no earlier event
+                had for this step; empty for events without figures. `time` is in seconds since 1970.
+        """
+        ...
 
-def check_installed(config: Config) -> list[Problem]:
-    """List the trackers whose libraries are missing, before the run starts."""
-    problems = []
-    for name in config.deploy.report.trackers:
-        if missing_modules := [module for module in REQUIRED_MODULES[name] if importlib.util.find_spec(module) is None]:
-            reason = f"{name} needs {', '.join(missing_modules)}, which is not installed"
-            fix = f"run: pip install 'rtrain[{name}]'"
-            problems.append(Problem("report.trackers", name, reason, fix, code="not_installed"))
-    return problems
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Take the result of this command: summary.json with `status`, one of `rtrain.report.summary.STATUSES`."""
+        ...
 
-
-@contextmanager
-def follow_run(config: Config, run: Run, on_event: OnEvent) -> Iterator[None]:
-    """Feed the configured trackers from the run's events within the context."""
-    if not config.deploy.report.trackers:
-        yield
-        return
-    past, feeds = run.events(), list[TrackerFeed]()
-    outcome: RunOutcome = "failed"
-    try:
-        for name in config.deploy.report.trackers:  # a failure closes the earlier ones
-            feeds.append(TrackerFeed(name, TRACKERS[name](config, run), run, past, on_event))
-        with ExitStack() as stack:
-            for feed in feeds:  # one thread per tracker, so that a slow server does not delay the others
-                stack.enter_context(events.EventFollower([(run.folder, {})], feed))
-            yield
-        outcome = "finished"
-    except (KeyboardInterrupt, SystemExit, TemporaryFailureError):
-        outcome = "interrupted"
-        raise
-    finally:
-        for feed in feeds:
-            feed.close(outcome)
-
-
-def send_missing(config: Config, run: Run, on_event: OnEvent) -> None:
-    """Send missing figures to the trackers of a finished run."""
-    logged = run.events(TRACKER_BEHIND)
-    if any(_first_missing_step(name, logged) is not None for name in config.deploy.report.trackers):
-        try:
-            with follow_run(config, run, on_event):
-                pass
-        except UserError as error:  # the server is still unreachable
-            on_event({"kind": "stage", "text": str(error)})
-
-
-def _first_missing_step(name: str, past: Sequence[Event]) -> int | None:
-    """First step with missing figures of a tracker, from the run's log."""
-    events_of_tracker = [event for event in past if event["kind"] == TRACKER_BEHIND and event["tracker"] == name]
-    return events_of_tracker[-1]["missing_since_step"] if events_of_tracker else None
-
-
-class TrackerFeed:
-    """Sends each step to one tracker once; a restart repeats steps with the same figures.
-
-    The test scores are sent again if the end of the run calibrated a threshold.
-    """
-
-    def __init__(self, name: str, tracker: Tracker, run: Run, past_events: Sequence[Event], on_event: OnEvent):
-        self._name, self._tracker, self._run, self._on_event = name, tracker, run, on_event
-        self._latest_steps: dict[tuple[str, bool], int] = {}
-        """The newest sent step by (name, whether it is a final test score)."""
-        self._unsent: list[tuple[dict[str, float], int, float]] = []
-        self._retry_at = 0.0
-        since = _first_missing_step(name, past_events)
-        self._is_missing = since is not None
-        for event in past_events:
-            self(event, sends=tracker.is_new or (since is not None and extract_values(event)[1] >= since))
-
-    def __call__(self, event: Event, sends: bool = True) -> None:
-        values, step = extract_values(event)
-        is_final_test = bool(event.get("calibration")) and event["split"] == "test"
-        new_values = {
-            name: value for name, value in values.items() if step > self._latest_steps.get((name, is_final_test), -1)
-        }
-        self._latest_steps |= {(name, is_final_test): step for name in new_values}
-        if new_values and sends:
-            self._unsent.append((new_values, step, event["time"]))
-            if time.monotonic() >= self._retry_at:
-                self._send()
-
-    def close(self, outcome: RunOutcome) -> None:
-        self._send()
-        if self._unsent:
-            self._report(f"{self._name} lacks the figures from step {self._unsent[0][1]} on; --resume sends them")
-            return
-        try:
-            self._tracker.close(outcome)
-        except Exception as error:
-            self._report(f"{self._name} was not closed: {_first_line(error)}")
-
-    def _send(self) -> None:
-        try:
-            while self._unsent:
-                self._tracker.log(*self._unsent[0])
-                del self._unsent[0]
-        except Exception as error:  # e.g. an unreachable server or a full disk, which must not stop the training
-            if not self._is_missing:
-                self._report(f"{self._name} failed; its figures are queued and sent again: {_first_line(error)}")
-                self._log_missing(self._unsent[0][1])
-            self._retry_at = time.monotonic() + RETRY_S
-        else:
-            if self._is_missing:
-                self._report(f"{self._name} has all figures again")
-                self._log_missing(None)
-
-    def _log_missing(self, step: int | None) -> None:
-        self._is_missing = step is not None
-        self._run.append_event(TRACKER_BEHIND, tracker=self._name, missing_since_step=step)
-
-    def _report(self, text: str) -> None:
-        self._on_event({"kind": "stage", "text": text})
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:200]}"
+    def close(self) -> None:
+        """Release connections and files. It is the last call, also after exceptions."""
+        ...
 
 
 def extract_values(event: Event) -> tuple[dict[str, float], int]:
@@ -192,26 +148,41 @@ def _finite_values(group: str, values: Mapping[str, Any]) -> dict[str, float]:
 class TensorBoardTracker:
     """Event files under `report.tensorboard_dir` (default: `tensorboard` beside the run), one folder per run."""
 
-    def __init__(self, config: Config, run: Run):
+    _writer: Any = None
+    _stored_steps: Mapping[str, int] = {}
+
+    def start(self, run: RunFacts) -> None:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
         from tensorboard.summary import Writer
 
-        root = config.deploy.report.tensorboard_dir
+        root = run.config.deploy.report.tensorboard_dir
         folder = (Path(root) if root else run.folder.parent / "tensorboard") / run.name
-        self.is_new = not (folder.is_dir() and any(folder.iterdir()))
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             text = f"report.tensorboard_dir: {folder} cannot be made ({error.strerror})"
             raise UserError(text, code="unwritable") from None
+        run.state.select(str(folder))
+        if not any(folder.iterdir()):  # its files were removed
+            run.state.values.clear()
+        if run.state.values.get("is_open"):  # the process was killed, maybe before it saved its progress
+            accumulator = EventAccumulator(str(folder), size_guidance={"tensors": 1}).Reload()
+            self._stored_steps = {name: accumulator.Tensors(name)[-1].step for name in accumulator.Tags()["tensors"]}
         self._writer = Writer(str(folder))
 
-    def log(self, values: Mapping[str, float], step: int, time: float) -> None:
-        for name, value in values.items():
-            self._writer.add_scalar(name, value, step, wall_time=time)
+    def log(self, event: Event) -> None:
+        for name, value in event["values"].items():
+            if event["step"] > self._stored_steps.get(name, -1):
+                self._writer.add_scalar(name, value, event["step"], wall_time=event["time"])
+        if event["values"]:
+            self._writer.flush()
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
         self._writer.flush()
 
-    def close(self, outcome: RunOutcome) -> None:
-        self._writer.close()
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
 
 
 # --------------------------------------------------------------------------------------------------------------- MLflow
@@ -223,57 +194,161 @@ class MLflowTracker:
     The server is `report.mlflow_uri`, else MLFLOW_TRACKING_URI, else a SQLite file beside the run.
     """
 
-    def __init__(self, config: Config, run: Run):
-        from mlflow import MlflowClient
+    def start(self, run: RunFacts) -> None:
         from mlflow.exceptions import MlflowException
 
-        settings = config.deploy.report
-        uri = (
-            settings.mlflow_uri
-            or os.environ.get("MLFLOW_TRACKING_URI")
-            or f"sqlite:///{run.folder.parent / 'mlflow.db'}"
-        )
+        settings = run.config.deploy.report
+        uri = mlflow_model.resolve_server(settings.mlflow_uri, run.folder.parent)
+        run.state.select(redact(uri))
+        self._facts = run
         try:
-            self._client = MlflowClient(uri)
-            self._run_id, self.is_new = self._open_run(settings.mlflow_experiment or config.recipe.name, uri, run)
-            if self.is_new:
-                self._log_params(config)
+            self._client = mlflow_model.open_client(uri)
+            if run_id := run.state.values.get("run_id"):
+                self._client.update_run(run_id, status="RUNNING")
+            else:
+                experiment = settings.mlflow_experiment or run.config.recipe.name
+                experiment_id = mlflow_model.find_or_create_experiment(self._client, experiment, uri)
+                tags = {"rtrain.run": str(run.folder)}
+                new_run = self._client.create_run(experiment_id, run_name=run.name, tags=tags)
+                run.state.values["run_id"] = new_run.info.run_id
+                run.state.save()
+            if not run.state.values.get("has_params"):  # MLflow refuses other values of a resumed run
+                self._log_params(run.settings)
+                run.state.values["has_params"] = True
         except MlflowException as error:
             reason = (str(error).splitlines() or [""])[0][:300]
             fix = "set report.mlflow_uri to a server that answers, or take mlflow out of report.trackers"
             text = f"report.mlflow_uri: {redact(uri)} cannot be used ({redact(reason)}); {fix}"
             raise UserError(text, code="unreachable") from None
 
-    def _open_run(self, experiment: str, uri: str, run: Run) -> tuple[str, bool]:
-        """Return (id of the MLflow run, whether it is new). The run folder stores the id by server address."""
-        path, address = run.folder / RUN_ID_FILE, redact(uri)
-        run_ids = json_files.load_json_object(path) if path.is_file() else {}
-        if run_id := run_ids.get(address):
-            self._client.update_run(run_id, status="RUNNING")
-            return str(run_id), False
-        existing_experiment = self._client.get_experiment_by_name(experiment)
-        experiment_id = (
-            existing_experiment.experiment_id if existing_experiment else self._client.create_experiment(experiment)
-        )
-        new_run_id: str = self._client.create_run(
-            experiment_id, run_name=run.name, tags={"rtrain.run": str(run)}
-        ).info.run_id
-        atomic_write.write_text(path, json.dumps({**run_ids, address: new_run_id}))
-        return new_run_id, True
+    @property
+    def _run_id(self) -> str:
+        return str(self._facts.state.values["run_id"])
 
-    def _log_params(self, config: Config) -> None:
-        for name, value in configuration.flatten_config(config).items():
-            self._client.log_param(self._run_id, name, redact(str(value))[:500])
+    def _log_params(self, settings: Mapping[str, Any]) -> None:
+        from mlflow.entities import Param
 
-    def log(self, values: Mapping[str, float], step: int, time: float) -> None:
+        params = [Param(name, str(value)[:500]) for name, value in settings.items()]
+        for start in range(0, len(params), MAX_MLFLOW_BATCH):
+            self._client.log_batch(self._run_id, params=params[start : start + MAX_MLFLOW_BATCH])
+
+    def log(self, event: Event) -> None:
         from mlflow.entities import Metric
 
-        metrics = [Metric(name, value, int(1000 * time), step) for name, value in values.items()]
-        self._client.log_batch(self._run_id, metrics=metrics)
+        # MLflow ignores a repeated (name, time, step, value), so that an event may be sent twice.
+        metrics = [
+            Metric(name, value, int(1000 * event["time"]), event["step"]) for name, value in event["values"].items()
+        ]
+        if metrics:
+            self._client.log_batch(self._run_id, metrics=metrics)
 
-    def close(self, outcome: RunOutcome) -> None:
-        status = {"finished": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"}[outcome]
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        status = {"finished": "FINISHED", "paused": "FINISHED", "interrupted": "KILLED"}.get(
+            summary["status"], "FAILED"
+        )
+        run, name = Run(self._facts.folder), self._facts.config.deploy.report.mlflow_register
+        if name is not None and summary["status"] == "finished" and run.is_finished and not self._facts.is_trial:
+            mlflow_model.register_artifact(run.artifact, name, self._client, self._run_id)
         self._client.set_terminated(self._run_id, status)
 
+    def close(self) -> None:
+        pass
 
-TRACKERS: Mapping[str, Callable[[Config, Run], Tracker]] = {"tensorboard": TensorBoardTracker, "mlflow": MLflowTracker}
+
+# ---------------------------------------------------------------------------------------------------- Weights & Biases
+
+
+class WandbTracker:
+    """A run of Weights & Biases, in the project `report.wandb_project`, else WANDB_PROJECT, else the recipe's name.
+
+    Entity, mode, server and API key come from wandb's own environment variables and login.
+    """
+
+    _run: Any = None
+    _exit_code = 1
+
+    def start(self, run: RunFacts) -> None:
+        import wandb
+
+        project = run.config.deploy.report.wandb_project or os.environ.get("WANDB_PROJECT") or run.config.recipe.name
+        run.state.select("/".join(filter(None, (os.environ.get("WANDB_ENTITY"), project))))
+        mode = wandb.setup(wandb.Settings(silent=True)).settings.mode
+        # `wandb.init` would ask for a key on the terminal.
+        if mode not in ("offline", "dryrun", "disabled") and not wandb.login(prompt=False):
+            fix = "run `wandb login`, set WANDB_API_KEY, or set WANDB_MODE=offline"
+            raise UserError(f"report.trackers: wandb has no API key; {fix}", code="missing")
+        self._facts, values = run, run.state.values
+        if values.get("is_open"):  # the process was killed, and with it what wandb had not written yet
+            values["sent_events"] = max(0, values["sent_events"] - WANDB_REPEATED_EVENTS)
+        self._run = wandb.init(
+            project=project,
+            id=values.setdefault("run_id", uuid.uuid4().hex[:8]),
+            name=run.name,
+            resume="allow",
+            config=run.settings,
+            dir=os.environ.get("WANDB_DIR") or run.folder.parent,
+            settings=wandb.Settings(console="off", silent=True),  # the terminal belongs to the progress line
+        )
+
+    def log(self, event: Event) -> None:
+        if not event["values"]:
+            return
+        if event["step"] < self._run.step:  # the steps of a history only rise, e.g. scores at the best step follow
+            self._run.summary.update(dict(event["values"]))
+        else:
+            self._run.log(dict(event["values"]), step=event["step"])
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        for split, scores in summary["metrics"].items():
+            self._run.summary.update(_finite_values(split, scores or {}))
+        figures = ("status", "best_step", "steps", "rows_seen", "data_digest", "cost", "slices")
+        self._run.summary.update({name: summary[name] for name in figures if summary.get(name)})
+        self._exit_code = 0 if summary["status"] in ("finished", "paused", "stopped") else 1
+        if summary["status"] == "finished":
+            self._log_hardest_rows()
+            self._log_artifact()
+
+    def _log_hardest_rows(self) -> None:
+        """Log a table of the rows with the largest loss, with their texts."""
+        import wandb
+
+        count = self._facts.config.deploy.report.wandb_hardest_rows
+        answers = collect.read_report_answers(Run(self._facts.folder)) if count else None
+        if answers is None:
+            return
+        rows = [int(row) for row in answers.hardest_rows(count)]
+        table = wandb.Table(columns=["row", "text", "target", "prediction", "loss"], allow_mixed_types=True)
+        for row, text in zip(rows, answers.read_texts(rows), strict=True):
+            pair = (_to_cell(answers.target[row]), _to_cell(answers.prediction[row]))
+            table.add_data(answers.format_location(row), text, *pair, float(answers.loss[row]))
+        self._run.log({f"hardest_rows/{answers.split}": table}, step=self._run.step)
+
+    def _log_artifact(self) -> None:
+        """Log the artifact folder as a version of the model; wandb uploads only files that it lacks."""
+        import wandb
+
+        run = Run(self._facts.folder)
+        if not run.is_finished or self._facts.is_trial:
+            return
+        facts = artifact.read_artifact(run.artifact)
+        metadata = {name: getattr(facts, name) for name in ("version", "task", "engine", "labels", "lineage")}
+        name = re.sub(r"[^A-Za-z0-9_.-]", "-", facts.name)
+        model = wandb.Artifact(name, type="model", metadata=metadata)
+        model.add_dir(str(run.artifact))
+        self._run.log_artifact(model, aliases=["latest", facts.version])
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish(exit_code=self._exit_code)
+
+
+def _to_cell(value: Any) -> Any:
+    """Value of a cell: a number, or text; lists of tags and spans become text."""
+    return value if isinstance(value, str) else float(value) if isinstance(value, int | float) else str(value)
+
+
+TRACKERS: dict[str, Callable[[], Tracker]] = {
+    "tensorboard": TensorBoardTracker,
+    "mlflow": MLflowTracker,
+    "wandb": WandbTracker,
+}

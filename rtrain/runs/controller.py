@@ -13,7 +13,7 @@ from rtrain.config import ClusterConfig
 from rtrain.core import events
 from rtrain.core.errors import TemporaryFailureError, UserError
 from rtrain.core.run_folder import Run
-from rtrain.report import baselines, html, summary, trackers
+from rtrain.report import baselines, html, summary, tracker_feed
 from rtrain.runs import nodes, recovery, run_folders, stop_request, worker_pool
 from rtrain.runs.cluster_monitor import ClusterMonitor, RunCapacity
 from rtrain.runs.prepare import PreparedRun, row_events
@@ -51,13 +51,13 @@ def fit(
     run, config, group = prepared_run.run, prepared_run.config, workers or worker_pool.FreshWorkerGroup()
     emit = on_event or (lambda event: None)
     if run.is_finished:
-        trackers.send_missing(config, run, emit)
+        tracker_feed.send_missing(config, run, emit)
         run_summary = summary.write_summary(run)
         complete_remote_copy(run, config.deploy.cluster)
         return run_summary
     for event in row_events(run):
         emit(event)  # logged before the follower started
-    follower, tracker = events.EventFollower([(run.folder, {})], on_event), trackers.follow_run(config, run, emit)
+    follower, tracker = events.EventFollower([(run.folder, {})], on_event), tracker_feed.follow_run(config, run, emit)
     prices_file, cluster_file = config.deploy.cluster.prices, capacity.load_autoscaler_config() or {}
     user_prices = pricing.load_user_prices(Path(prices_file) if prices_file else None, cluster_file.get("metadata"))
     worker_args = WorkerArgs(

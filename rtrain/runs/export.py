@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from rtrain.config import Recipe
-from rtrain.core import engines
+from rtrain.config.recipe import NEUTRAL_ROW_SETTINGS, drop_neutral
+from rtrain.core import engines, plugins
 from rtrain.core.ragged import Head, RaggedArray
 from rtrain.core.run_folder import Run
 from rtrain.core.text_segmentation import find_word_cuts
@@ -54,7 +55,7 @@ def export_artifact(
     attention_window = long_texts.attention_window(network.config)
     max_tokens = resolve_window_spec(context.task, context.recipe.data).max_tokens
     write_model(network, source, draft, context.recipe, context.head, weights=network_parts.drop_auxiliary(weights))
-    baseline, abstain_facts = {}, {}
+    baseline, abstain_facts, digests = {}, {}, plugins.owner_digests("task", context.recipe.task)
     if validation_results is not None:
         unknown_id = drift_baseline.find_unknown_id(load_tokenizer(source, max_tokens))
         baseline = drift_baseline.build_split_baseline(
@@ -75,8 +76,12 @@ def export_artifact(
             **({long_texts.FACT: attention_window} if attention_window is not None else {}),
             **abstain_facts,
             **find_word_boundaries(context.task, context.store),
+            **({artifact.PLUGINS_FACT: digests} if digests else {}),
         },
-        data=context.recipe.data.model_dump(mode="json", include=set(artifact.ROW_FORMAT_SETTINGS)),
+        data=drop_neutral(
+            context.recipe.data.model_dump(mode="json", include=set(artifact.ROW_FORMAT_SETTINGS)),
+            NEUTRAL_ROW_SETTINGS,
+        ),
         metrics=outcome.scores,
         drift_baseline=baseline,
         lineage={
@@ -87,6 +92,7 @@ def export_artifact(
             "data_digest": context.store.manifest.digest,
             "order_digest": outcome.ledger,
             "best_step": outcome.best_step,
+            **({"averaged_steps": list(outcome.averaged_steps)} if outcome.averaged_steps else {}),
             **({"teacher": teacher} if (teacher := context.recipe.distill.teacher) else {}),
             **({"co_teachers": list(co_teachers)} if (co_teachers := context.recipe.distill.co_teachers) else {}),
             **trim_vocabulary.vocabulary_lineage(context.run),

@@ -6,7 +6,6 @@ prediction (string, float or list of strings, by the kind of output), score (flo
 `data.id` id (string), and a string column for each slice.
 """
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,6 +18,7 @@ from rtrain.core import atomic_write
 from rtrain.core.ragged import Head, Ints, RaggedArray, TokenBatch
 from rtrain.data.store.store import Store
 from rtrain.metrics import scores
+from rtrain.metrics.collapse import find_collapsed_answers
 from rtrain.report import baselines
 from rtrain.tasks.base import Task, TokenSpan
 
@@ -29,11 +29,6 @@ TEXT_CHARACTERS = 2000
 """Maximum characters of a row's text."""
 TEXT_ROWS = 1024
 """Rows whose texts are decoded at a time."""
-COLLAPSE_SHARE, MIN_COLLAPSE_ROWS = 0.95, 10
-"""A model counts as collapsed if at least this share of the rows with other targets gets the most frequent answer; and
-the minimum number of such rows."""
-COLLAPSE_STD_RATIO = 0.05
-"""For numbers: maximum ratio of the answers' standard deviation to the targets'."""
 
 
 def write_predictions(
@@ -95,64 +90,11 @@ def measure_scores(
     if in_training_set is not None and in_training_set.any():
         document["unseen"] = scores.score_unseen_rows(task, head, row_results, targets, in_training_set)
     row_reports = task.explain_rows(row_results, targets, head)
-    if collapsed_answers := _find_collapsed_answers(task, head, row_reports.target, row_reports.prediction):
+    if collapsed_answers := find_collapsed_answers(task.output, head, row_reports.target, row_reports.prediction):
         document["collapsed"] = collapsed_answers
     if len(sampled_rows := baselines.choose_rows(store, split)) < store.num_rows(split):
         document["sample"] = scores.score_sampled_rows(task, head, row_results, targets, sampled_rows)
     return document
-
-
-def _find_collapsed_answers(
-    task: Task, head: Head, target: Sequence[Any], prediction: Sequence[Any]
-) -> list[dict[str, Any]]:
-    """Return the answer that almost all rows get, for each head; usually empty.
-
-    Keys: `answer`, `rows` (rows with this answer), `total_rows`, `other_rows` (rows with another target),
-    `other_rows_with_answer` (rows among these with this answer).
-    """
-    if task.output == "number":
-        numbers, values = np.asarray(prediction, dtype=np.float64), np.asarray(target, dtype=np.float64)
-        if len(values) < MIN_COLLAPSE_ROWS or not numbers.std() < COLLAPSE_STD_RATIO * values.std():
-            return []
-        counts = ("rows", "total_rows", "other_rows", "other_rows_with_answer")
-        return [{"answer": f"{numbers.mean():.4g}", **dict.fromkeys(counts, len(values))}]
-    if task.output not in ("classes", "labels", "heads", "tags", "spans"):
-        return []
-    answers_by_head: list[tuple[str, list[Any], list[Any]]] = [("", list(target), list(prediction))]
-    if task.output == "heads":
-        names = [name for name, _ in head.facts["heads"]]
-        answers_by_head = [
-            (f"{name}=", [row[n] for row in target], [row[n] for row in prediction]) for n, name in enumerate(names)
-        ]
-    collapsed = []
-    for prefix, head_targets, head_answers in answers_by_head:
-        # A row without a target for this head is skipped.
-        pairs = [
-            (_answer_key(a), _answer_key(b))
-            for a, b in zip(head_targets, head_answers, strict=True)
-            if task.output != "heads" or a
-        ]
-        if not pairs:
-            continue
-        answer, rows = Counter(value for _, value in pairs).most_common(1)[0]
-        is_collapsed = [entry == answer for value, entry in pairs if value != answer]
-        if len(is_collapsed) >= MIN_COLLAPSE_ROWS and np.mean(is_collapsed) >= COLLAPSE_SHARE:
-            description = prefix + (", ".join(sorted(answer)) if isinstance(answer, frozenset) else str(answer))
-            collapsed.append(
-                {
-                    "answer": description or "nothing",
-                    "rows": rows,
-                    "total_rows": len(pairs),
-                    "other_rows": len(is_collapsed),
-                    "other_rows_with_answer": sum(is_collapsed),
-                }
-            )
-    return collapsed
-
-
-def _answer_key(answer: Any) -> Any:
-    """Key of equal answers: the set of labels or tags, or the string. Spans are never equal."""
-    return frozenset(answer) if isinstance(answer, list) else answer if isinstance(answer, str) else object()
 
 
 def _read_texts(

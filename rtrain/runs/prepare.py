@@ -15,21 +15,22 @@ from rtrain import config as configuration
 from rtrain.checkpoint import remote_copy
 from rtrain.cluster import capacity, data_tasks, placement, preflight
 from rtrain.config import Config, Recipe
+from rtrain.config.data import is_table
 from rtrain.core import events, json_files
 from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.run_folder import Run
-from rtrain.data import checks, row_reader, sources, unlabeled
+from rtrain.data import checks, row_reader, sampling, sources, tables, unlabeled
 from rtrain.data.order import RowOrder
 from rtrain.data.store import builder as store_builder, commit, shards
 from rtrain.data.store.store import Store
 from rtrain.models import builder as models_builder, device, network_parts, precision
 from rtrain.parallel import layout
 from rtrain.planning import memory_estimate
-from rtrain.report import data_stats, trackers
+from rtrain.report import data_stats, tracker_feed
 from rtrain.runs import nodes, run_folders, trim_vocabulary
 from rtrain.tasks import base
 from rtrain.tasks.encode import resolve_window_spec
-from rtrain.trainer import losses
+from rtrain.trainer import imbalance, losses, registered_loss, selection
 
 DEVICE_KEY = "device"
 """Key of the decision in decisions.json."""
@@ -52,9 +53,7 @@ class PreparedRun:
     @property
     def order(self) -> RowOrder:
         """The order of the run's rows."""
-        train, rows = self.config.recipe.train, self.store.num_rows("train")
-        global_batch_size = self.config.recipe.global_batch_size
-        return RowOrder(self.store.manifest.digest, rows, global_batch_size, train.epochs, train.seed)
+        return sampling.make_order(self.config.recipe, self.store)
 
     @property
     def num_steps(self) -> int:
@@ -155,6 +154,9 @@ def check_run(
     problems: list[Any] = [
         *store_builder.find_problems(config.recipe),
         *losses.check_label_smoothing(config.recipe),
+        *imbalance.check_weighting(config.recipe),
+        *registered_loss.check_loss(config.recipe),
+        *selection.check_selection(config.recipe),
         *models_builder.check_model_settings(config.recipe),
     ]
     folder = None
@@ -169,7 +171,7 @@ def check_run(
         problems += layout.check_parallelism(config.recipe, folder)
     except ConfigError as error:
         problems += error.problems
-    problems += trackers.check_installed(config)
+    problems += tracker_feed.check_installed(config)
     if config.deploy.cluster.address is None:
         problems += precision.check_local_precision(config.recipe.train.precision)
     if problems or source is None or folder is None:
@@ -200,7 +202,8 @@ def _refuse_before_tokenization(config: Config, run: Run, inputs: _Inputs, origi
     if created and created["data_digest"] != store_builder.compute_digest(config.recipe, inputs.source, weights):
         raise _changed_rows_error(run, created, origin)
     weight_bytes = sum(path.stat().st_size for path in weights.glob("*.safetensors"))
-    copies = preflight.checkpoint_size_factor(config.recipe.train.keep_checkpoints)
+    train = config.recipe.train
+    copies = preflight.checkpoint_size_factor(train.keep_checkpoints + train.keep_best - 1)
     preflight.check_disk_space(run.folder, required_bytes=copies * weight_bytes)
     if not created:
         _refuse_existing_copy(config, run)
@@ -238,6 +241,8 @@ def _build_store(
         store, was_built = store_builder.build_or_open(config.recipe, inputs.source, inputs.weights, root, teacher_pass)
     if problems := [
         *preflight.check_rows(config.recipe, store.num_rows("train")),
+        *imbalance.check_class_weight_labels(config.recipe, store.manifest.labels),
+        *selection.check_selection(config.recipe, store),
         *check_capacity(config, selected_device.device),
     ]:
         raise ConfigError(problems)
@@ -277,6 +282,8 @@ def _describe_rows(recipe: Recipe, store: Store, weights: Path) -> Iterator[tupl
                 "file": str(store.folder / checks.FILE_NAME),
             },
         )
+    if manifest.selection:
+        yield "selected_rows", {"left_out": 0, "relabeled": 0, **manifest.selection}
     if manifest.unlabeled:
         yield "unlabeled", {**manifest.unlabeled, "confidence": recipe.distill.confidence}
     model_config = json_files.load_json_object(weights / "config.json")
@@ -352,10 +359,17 @@ def refuse_lost_search(config: Config, folder: Path, reuse: run_folders.Reuse, *
 
 
 def resolve_run_folder(config: Config, folder: Path, reuse: run_folders.Reuse) -> tuple[Path, Config]:
-    """Restore a lost run folder from its remote copy, then choose the folder (`run_folders.choose_folder`)."""
+    """Restore a lost run folder from its remote copy, then choose the folder (`run_folders.choose_folder`), and copy
+    the rows of databases (`rtrain.data.tables`)."""
     if reuse == "resume":
         restore_run(config, folder)
-    return run_folders.choose_folder(folder, config, reuse)
+        if is_table(config.recipe.data.path):  # the run keeps its copy of the rows
+            kept_settings = config.explicit_settings - {"data.path", "data.query"}
+            config = replace(config, explicit_settings=kept_settings)
+    folder, config = run_folders.choose_folder(folder, config, reuse)
+    copies = tables.copy_tables(config.recipe.data, folder.parent)
+    resolved_config = configuration.with_overrides(config, copies) if copies else config
+    return folder, replace(resolved_config, explicit_settings=config.explicit_settings)
 
 
 def restore_run(config: Config, folder: Path) -> None:

@@ -15,7 +15,7 @@ from rtrain.checkpoint import format as checkpoint_format
 from rtrain.cluster import pricing
 from rtrain.config import Config, Recipe
 from rtrain.config.recipe import STUDENTS_FOLDER as STUDENTS_FOLDER
-from rtrain.core import atomic_write, hub
+from rtrain.core import atomic_write, hub, plugins
 from rtrain.core.errors import ConfigError, Problem, UserError, suggest_path
 from rtrain.core.run_folder import Run
 from rtrain.data import sources
@@ -83,7 +83,7 @@ def resolve_paths(config: Config, resumed_run: Path | None = None) -> Config:
         # URLs are skipped first: a presigned one is longer than a file name may be, and `exists` would fail.
         if value is None or "://" in value or sources.is_hub_name(value, data_format):
             continue
-        if Path(value).expanduser().exists() or any(sign in value for sign in "/*?["):
+        if Path(sources.split_sheet(value)[0]).expanduser().exists() or any(sign in value for sign in "/*?["):
             paths[field] = _absolute_path(value)
     for field in ("compress.unlabeled_rows_path", "distill.unlabeled_rows_path"):
         if values[field] and not sources.is_hub_name(values[field], data_format):
@@ -296,8 +296,12 @@ def _refuse_edited_config(run: Run, recipe: Recipe) -> None:
     stored_weights = configuration.flatten_document(run.decisions.get(SETTINGS_KEY, {}))
     current_weights = configuration.flatten_document(recipe.weight_settings())
     fix = f"put it back in {run.config}, or start another run from that file with --new"
+    plugin_fix = "restore the files of the plug-in, or start another run with --new"
     problems = [
-        _changed_problem(name, current_weights.get(name), stored_weights.get(name), fix)
+        _changed_problem(
+            *(name, current_weights.get(name), stored_weights.get(name)),
+            plugin_fix if name == plugins.SETTING else fix,
+        )
         for name in sorted(stored_weights.keys() | current_weights.keys() if stored_weights else ())
         if stored_weights.get(name) != current_weights.get(name)
     ]

@@ -6,7 +6,7 @@ was just written to a mounted folder, so they do not read it.
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +15,15 @@ from typing import TYPE_CHECKING, Any
 from rtrain.checkpoint import remote_copy
 from rtrain.cluster import data_tasks
 from rtrain.config import Config, ModelConfig
-from rtrain.core import env
+from rtrain.core import env, plugins
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.core.ragged import Head, RaggedArray
 from rtrain.core.run_folder import Run
-from rtrain.data import stream as data_stream
-from rtrain.data.order import RowOrder
+from rtrain.data import sampling, stream as data_stream
 from rtrain.data.store.store import Store, open_store
 from rtrain.inference import artifact
-from rtrain.metrics import per_class, scores
+from rtrain.metrics import operating_points, per_class, scores
+from rtrain.metrics.classes import OPERATING_POINTS
 from rtrain.metrics.registry import get_metric
 from rtrain.models import (
     builder,
@@ -45,7 +45,7 @@ from rtrain.runs import export, nodes, predictions, recovery, stop_request
 from rtrain.tasks import base
 from rtrain.tasks.defaults import BaseTask
 from rtrain.tasks.encode import load_tokenizer, resolve_window_spec
-from rtrain.trainer import batch_size, evaluate, losses, optimizers, trainer
+from rtrain.trainer import batch_size, evaluate, imbalance, losses, optimizers, trainer
 
 if TYPE_CHECKING:
     import torch
@@ -114,6 +114,7 @@ class _Worker:
         return layout.is_model_parallel(self.args.config.recipe.train, self.world_size)
 
 
+@plugins.attribute_errors()
 def run_worker(worker_args: WorkerArgs) -> None:
     """The train function of `controller.fit`, on every worker: set up, train, finish."""
     clock, recipe, deploy = trainer.Clock(), worker_args.config.recipe, worker_args.config.deploy
@@ -204,6 +205,7 @@ def _build_network(worker: _Worker, store: Store, task: base.Task) -> "transform
         lambda: builder.build_network(worker.args.model, task, labels, recipe.train.seed, recipe.model)
     )
     network = collectives.run_on_all_ranks(worker.watchdog, build)
+    imbalance.initialize_output_bias(network, recipe, task, store)
     if recipe.train.gradient_checkpointing:
         builder.enable_activation_checkpointing(network)
     return network
@@ -219,8 +221,9 @@ def _restrict_embedding(
         if worker.rank:
             return None
         run, vocabulary = worker.run, None
+        makes_tokens = getattr(type(task), "prepare", None) is not BaseTask.prepare  # which the store lacks
         choice = run.decisions.get(EMBEDDING_ROWS_KEY, worker.args.config.recipe.train.embedding_rows)
-        if choice != "all" and type(task).prepare is BaseTask.prepare:  # others make tokens that the store lacks
+        if choice != "all" and not makes_tokens:
             min_unused_weights = used_vocabulary.MIN_UNUSED_WEIGHTS if choice == "auto" else 1
             ids = used_vocabulary.special_ids(worker.args.model).union(store.used_ids().tolist())
             vocabulary = used_vocabulary.select_vocabulary(network, ids, min_unused_weights)
@@ -242,16 +245,13 @@ def _make_context(
     """Make the training context; only the strategy knows whether the gradient noise is measured."""
     args, recipe = worker.args, worker.args.config.recipe
     feature_loss = _build_feature_loss(worker, network, task, precision)
-    order = RowOrder(
-        *(store.manifest.digest, store.num_rows("train"), recipe.global_batch_size),
-        *(recipe.train.epochs, recipe.train.seed),
-    )
+    order = sampling.make_order(recipe, store)
     return trainer.TrainingContext(
         recipe=recipe,
         run=worker.run,
         store=store,
         task=task,
-        loss=losses.make_loss(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing, feature_loss),
+        loss=losses.make_run_loss(recipe, task, store, feature_loss),
         order=order,
         pad_id=builder.pad_id(args.model),
         precision=precision,
@@ -391,7 +391,8 @@ def _finish(
         _write_predictions(calibrated, source, row_results, heartbeat)
         heartbeat()
         if vocabulary is not None:
-            weights[vocabulary.name] = _complete_embedding(worker, context, vocabulary, weights, result.best_step or 0)
+            steps = result.averaged_steps or (result.best_step or 0,)
+            weights[vocabulary.name] = _complete_embedding(worker, context, vocabulary, weights, steps)
         formats.to_fp32_(network)
         export.export_artifact(network, source, calibrated, result, row_results.get("valid"), weights=weights)
         heartbeat()
@@ -406,32 +407,45 @@ def _complete_embedding(
     context: trainer.TrainingContext,
     vocabulary: used_vocabulary.UsedVocabulary,
     weights: "Mapping[str, torch.Tensor]",
-    steps: int,
+    steps: Sequence[int],
 ) -> "torch.Tensor":
-    """The complete word embedding after `steps` steps: the trained rows, and the other rows of the initial network with
-    their decay."""
+    """The complete word embedding after a number of steps, or its mean over several numbers: the trained rows, and the
+    other rows of the initial network with their decay."""
     recipe, labels = context.recipe, context.store.manifest.labels
     initial = builder.build_network(worker.args.model, context.task, labels, recipe.train.seed, recipe.model)
-    table: torch.nn.Parameter = initial.get_input_embeddings().weight
+    table: Any = initial.get_input_embeddings().weight
     factor = network_parts.lr_factors(initial, recipe.optim.layerwise_lr_decay)[table]
-    decay = optimizers.decay_product(recipe, steps, context.order.num_steps, factor)
+    decays = [optimizers.decay_product(recipe, number, context.order.num_steps, factor) for number in steps]
+    decay = sum(decays) / len(decays)
     return vocabulary.expand_rows(weights[vocabulary.name], table.detach(), decay)
 
 
 def _calibrate(
     context: trainer.TrainingContext, outcome: trainer.TrainingResult, row_results: dict[str, RaggedArray]
 ) -> tuple[trainer.TrainingContext, trainer.TrainingResult]:
-    """Return the context with the task's calibration on the validation rows (e.g. a threshold), and the scores with
-    it."""
-    calibration = (
-        context.task.calibrate(row_results["valid"], context.store.targets("valid"), context.head)
-        if context.has_validation_rows
-        else {}
-    )
+    """Return the context with the choices on the validation rows (the task's calibration, e.g. a threshold, and the
+    operating points), and the scores with them."""
+    calibration, points = {}, context.recipe.metrics.operating_point
+    head, output = context.head, context.task.output
+    if context.has_validation_rows:
+        valid = row_results["valid"], context.store.targets("valid")
+        calibration = context.task.calibrate(*valid, head)
+        if points:
+            head = Head(head.labels, {**head.facts, **calibration})
+            requests = [point.model_dump() for point in points]
+            calibration |= operating_points.choose_operating_points(output, *valid, head, requests)
     if not calibration:
         return context, outcome
     head = Head(context.head.labels, {**context.head.facts, **calibration})
-    metric, scores_by_split = get_metric(context.task.output), {}
+    for split, split_results in row_results.items():
+        targets = context.store.targets(split)
+        for point in operating_points.measure_operating_points(output, split_results, targets, head):
+            context.run.append_event("operating_point", split=split, **point)
+    if points:
+        calibration |= {
+            OPERATING_POINTS: {point["label"]: point["threshold"] for point in calibration[OPERATING_POINTS]}
+        }
+    metric, scores_by_split = get_metric(output), {}
     for split, split_results in row_results.items():
         scores_by_split[split] = metric.main_scores(split_results, context.store.targets(split), head)
         fields = {"split": split, "step": outcome.best_step, "scores": scores_by_split[split]}

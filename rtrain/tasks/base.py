@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from rtrain.core import plugins
+from rtrain.core.errors import UserError
 from rtrain.core.ragged import EncodedRow, Floats, Head, Ints, Outputs, RaggedArray, TokenBatch
 
 if TYPE_CHECKING:
@@ -39,6 +41,34 @@ Variation = Literal["text", "words", "nothing"]
 character."""
 ProblemType = Literal["regression", "single_label_classification", "multi_label_classification"] | None
 """Names of Transformers."""
+
+
+Weighting = Literal["classes", "rows", "nothing"]
+"""Weights that a task's targets can have in the loss: of their class and of their row, of their row alone, or none."""
+
+
+class TargetClasses(NamedTuple):
+    """The row and the class of each target, in the order of `TaskLoss.target_losses`."""
+
+    rows: Ints
+    classes: Ints
+    """Index into the labels of the part of the loss. One more than the last label: the target is a "no" to one label of
+    several."""
+
+
+TargetValues = Ints | Floats
+
+
+class LabelLoss(Protocol):
+    """A loss of labels, target by target (`rtrain.tasks.label_losses`)."""
+
+    def choose_one(self, logits: "torch.Tensor", classes: TargetValues) -> "torch.Tensor":
+        """The loss of each target, [targets]: logits [targets, labels], index of each target's label."""
+        ...
+
+    def decide_each(self, logits: "torch.Tensor", has_label: TargetValues) -> "torch.Tensor":
+        """The loss of each yes or no, [rows, labels]: logits and targets of 0 or 1, of this shape both."""
+        ...
 
 
 class Targets(NamedTuple):
@@ -155,6 +185,10 @@ class TaskLoss(Protocol):
     """The model answers each token, not each window."""
     supports_label_smoothing: bool
     """Supports `train.label_smoothing`: each target is one label out of several."""
+    weighting: Weighting
+    """Weights that the targets can have. `classes` also allows other losses of labels (`train.loss`)."""
+    has_independent_labels: bool
+    """Each label is a yes or no of its own: class weights are weights of a label's positives."""
 
     def logit_positions(self, tokens: TokenBatch, head: Head) -> Ints | None:
         """Positions in `tokens.ids`, ascending, of the tokens whose logits `loss` and `row_outputs` need; None for all.
@@ -173,6 +207,18 @@ class TaskLoss(Protocol):
 
     def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         """The loss of each part, summed over its targets (not averaged)."""
+        ...
+
+    def label_names(self, head: Head) -> dict[str, tuple[str, ...]]:
+        """The labels of each part of the loss that class weights name, in the order of `TargetClasses.classes`."""
+        ...
+
+    def target_classes(self, tokens: TokenBatch, head: Head) -> dict[str, TargetClasses]:
+        """The targets of each part of the loss, to weigh them. Needs `weighting` other than `nothing`."""
+        ...
+
+    def target_losses(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, loss: LabelLoss) -> Losses:
+        """The loss of each target by part, [targets] instead of sums; tasks that choose labels compute it by `loss`."""
         ...
 
     def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
@@ -259,6 +305,19 @@ def validate_task_row(task: Task, text: str, pair: str | None, label: str) -> st
 
 
 def get_task(name: str) -> Task:
-    """The task of that name, from `rtrain.tasks.<name>`."""
+    """The task of that name, a plug-in's or from `rtrain.tasks.<name>`. Raises `UserError` if a plug-in's class lacks
+    members of the protocol."""
+    if (task_class := plugins.find_value("task", name)) is not None:
+        return _make_registered_task(name, task_class)
     task: Task = importlib.import_module(f"rtrain.tasks.{name}").TASK
+    return task
+
+
+def _make_registered_task(name: str, task_class: Callable[[], Task]) -> Task:
+    task, protocols = task_class(), (TaskData, TaskLoss, TaskEvaluation, TaskServing)
+    task.name = name
+    members = {member for protocol in protocols for member in (*dir(protocol), *protocol.__annotations__)}
+    if missing := sorted(member for member in members if not member.startswith("_") and not hasattr(task, member)):
+        fix = "derive it from PooledTask or TokenTask of rtrain.tasks.defaults, or write these members"
+        raise UserError(f"the task {name} lacks {', '.join(missing)}; {fix}", code="incomplete_task")
     return task

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from rtrain.core.errors import UserError
-from rtrain.core.ragged import OUT_OF_SCOPE, EncodedRow, Floats, Head, Outputs, RaggedArray, TokenBatch
-from rtrain.metrics.classes import abstain_threshold, class_probabilities
+from rtrain.core.ragged import OUT_OF_SCOPE, EncodedRow, Floats, Head, Ints, Outputs, RaggedArray, TokenBatch
+from rtrain.metrics.classes import abstain_threshold, class_probabilities, decide_classes
 from rtrain.metrics.classification import choose_threshold, softmax
+from rtrain.tasks import base
 from rtrain.tasks.base import AnswerColumn, Inputs, Losses, Parameters, ProblemType, RowReport, Targets
 from rtrain.tasks.defaults import PooledTask, pool_logits
 from rtrain.tasks.encode import sort_labels
@@ -28,6 +29,7 @@ class Classification(PooledTask):
     problem_type: ProblemType = "single_label_classification"
     supports_out_of_scope = True
     supports_label_smoothing = True
+    weighting: base.Weighting = "classes"
 
     def build_head(self, counts: Mapping[str, int], tokenizer: "tokenizers.Tokenizer | None" = None) -> Head:
         if len(counts) < 2:
@@ -53,6 +55,12 @@ class Classification(PooledTask):
         targets = torch.from_numpy(tokens.targets.astype(np.int64)).to(logits.device)
         return {"loss": torch.nn.functional.cross_entropy(pool_logits(logits, tokens, head), targets, reduction="sum")}
 
+    def target_classes(self, tokens: TokenBatch, head: Head) -> dict[str, base.TargetClasses]:
+        return {"loss": base.TargetClasses(np.arange(len(tokens)), tokens.targets.astype(np.int64))}
+
+    def target_losses(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, loss: base.LabelLoss) -> Losses:
+        return {"loss": loss.choose_one(pool_logits(logits, tokens, head), tokens.targets)}
+
     def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """T^2 x KL(teacher, student at temperature T); Hinton et al. 2015. T^2 keeps the gradient at the scale of the
         loss on true labels, whatever the temperature."""
@@ -68,7 +76,8 @@ class Classification(PooledTask):
 
     def explain_rows(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> RowReport:
         probabilities, true = class_probabilities(row_results, head), targets.values.astype(np.int64)
-        best, rows = probabilities.argmax(axis=1), np.arange(len(row_results))
+        logits, rows = row_results.to_matrix(len(head.labels)), np.arange(len(row_results))
+        best = np.maximum(decide_classes(logits, head.labels, head), 0)  # any class for a NaN
         confidence = probabilities[rows, best]
         is_abstained = confidence < abstain_threshold(head)
         target_probability = np.where(true >= 0, probabilities[rows, true], 0.0)
@@ -89,10 +98,12 @@ class Classification(PooledTask):
     ) -> list[Any]:
         """`[{"label", "score"}, ...]` per row, best first; `top_k` limits the list (default: all labels).
 
-        An out-of-scope text has that label first, with 1 minus the best class's score.
+        A label that is decided by an operating point comes first, whatever its score. An out-of-scope text has that
+        label first, with 1 minus the best class's score.
         """
         probabilities = softmax(np.asarray(outputs))
-        answers, threshold = rank_labels(probabilities, head.labels, parameters), abstain_threshold(head)
+        first = decide_classes(np.asarray(outputs), head.labels, head)
+        answers, threshold = rank_labels(probabilities, head.labels, parameters, first), abstain_threshold(head)
         if not threshold:
             return answers
         for answer, confidence in zip(answers, probabilities.max(axis=1, initial=0.0), strict=True):
@@ -125,11 +136,15 @@ def distillation_kl(student: "torch.Tensor", teacher: Floats, temperature: float
     return temperature**2 * F.kl_div(student_log, teacher_log, reduction="sum", log_target=True)
 
 
-def rank_labels(scores: Any, labels: Sequence[str], parameters: Mapping[str, Any]) -> list[Any]:
-    """The Hugging Face form of scores [rows, labels]."""
-    top_k = parameters.get("top_k") or len(labels)
+def rank_labels(
+    scores: Any, labels: Sequence[str], parameters: Mapping[str, Any], first: Ints | None = None
+) -> list[Any]:
+    """The Hugging Face form of scores [rows, labels]. `first`: the label of each row that comes first."""
+    top_k, keys = parameters.get("top_k") or len(labels), -scores
+    if first is not None:
+        keys[np.arange(len(keys)), first] = -np.inf
     # A stable sort: equal scores keep the label order on every machine.
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :top_k]
+    order = np.argsort(keys, axis=1, kind="stable")[:, :top_k]
     return [
         [{"label": labels[column], "score": row[column]} for column in columns]
         for row, columns in zip(scores.tolist(), order.tolist(), strict=True)

@@ -41,6 +41,8 @@ class BaseTask:
     has_standard_head = True
     supports_out_of_scope = False
     supports_label_smoothing = False
+    weighting: base.Weighting = "nothing"
+    has_independent_labels = False
 
     def is_blank(self, text: str, pair: str | None) -> bool:
         reads_pair = self.reads_pair and not self.needs_pair
@@ -72,6 +74,17 @@ class BaseTask:
 
     def loss_parts(self, head: Head) -> tuple[str, ...]:
         return ("loss",)
+
+    def label_names(self, head: Head) -> dict[str, tuple[str, ...]]:
+        return {"loss": head.labels}
+
+    def target_classes(self, tokens: TokenBatch, head: Head) -> dict[str, base.TargetClasses]:
+        raise NotImplementedError
+
+    def target_losses(
+        self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, loss: base.LabelLoss
+    ) -> base.Losses:
+        raise NotImplementedError
 
     def calibrate(self, row_results: RaggedArray, targets: RaggedArray, head: Head) -> dict[str, Any]:
         return {}

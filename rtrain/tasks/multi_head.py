@@ -13,8 +13,9 @@ import numpy as np
 
 from rtrain.core.errors import UserError, quote_value
 from rtrain.core.ragged import IGNORE_INDEX, EncodedRow, Head, Outputs, RaggedArray, TokenBatch
-from rtrain.metrics.classes import iter_heads
+from rtrain.metrics.classes import decide_classes, iter_heads
 from rtrain.metrics.classification import softmax
+from rtrain.tasks import base
 from rtrain.tasks.base import AnswerColumn, Inputs, Losses, Parameters, RowReport, Targets
 from rtrain.tasks.classification import distillation_kl, rank_labels
 from rtrain.tasks.defaults import PooledTask, pool_logits
@@ -30,6 +31,7 @@ class MultiHead(PooledTask):
     output = "heads"
     has_standard_head = False  # a softmax over the labels of all heads is not an answer of any head
     supports_label_smoothing = True
+    weighting: base.Weighting = "classes"
 
     def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
         if not label.startswith("{"):
@@ -90,6 +92,25 @@ class MultiHead(PooledTask):
             for position, (name, _, columns) in enumerate(iter_heads(head))
         }
 
+    def label_names(self, head: Head) -> dict[str, tuple[str, ...]]:
+        return {name: tuple(f"{name}={label}" for label in labels) for name, labels, _ in iter_heads(head)}
+
+    def target_classes(self, tokens: TokenBatch, head: Head) -> dict[str, base.TargetClasses]:
+        names = self.loss_parts(head)
+        targets = tokens.targets.reshape(-1, len(names)).astype(np.int64)
+        rows_by_head = [np.flatnonzero(column != IGNORE_INDEX) for column in targets.T]
+        return {
+            name: base.TargetClasses(rows, targets[rows, position])
+            for position, (name, rows) in enumerate(zip(names, rows_by_head, strict=True))
+        }
+
+    def target_losses(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, loss: base.LabelLoss) -> Losses:
+        head_logits, targets = pool_logits(logits, tokens, head), self.target_classes(tokens, head)
+        return {
+            name: loss.choose_one(head_logits[targets[name].rows.tolist()][:, columns], targets[name].classes)
+            for name, _, columns in iter_heads(head)
+        }
+
     def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """As in classification, head by head, over the rows that have the head's label."""
         head_logits, targets = pool_logits(logits, tokens, head), tokens.targets.reshape(len(tokens), -1)
@@ -106,10 +127,11 @@ class MultiHead(PooledTask):
         best, score = np.zeros(true.shape, dtype=np.int64), np.ones(len(true))
         loss, present = np.zeros(true.shape), true != IGNORE_INDEX
         labels = []
-        for head_index, (_, head_labels, columns) in enumerate(iter_heads(head)):
+        for head_index, (name, head_labels, columns) in enumerate(iter_heads(head)):
             probabilities = softmax(logits[:, columns])
-            best[:, head_index] = probabilities.argmax(axis=1)
-            score = np.minimum(score, probabilities.max(axis=1))
+            decided = np.maximum(decide_classes(logits[:, columns], head_labels, head, name), 0)
+            best[:, head_index] = decided
+            score = np.minimum(score, probabilities[np.arange(len(true)), decided])
             with np.errstate(divide="ignore"):
                 target_probability = probabilities[np.arange(len(true)), np.maximum(0, true[:, head_index])]
                 head_loss = -np.log(np.where(true[:, head_index] >= 0, target_probability, 0.0))
@@ -125,12 +147,12 @@ class MultiHead(PooledTask):
     def decode(
         self, outputs: Outputs, inputs: Inputs, encoded: Sequence[EncodedRow], head: Head, parameters: Parameters
     ) -> list[Any]:
-        """For each input an object with the ranked labels of each head."""
-        logits = np.asarray(outputs)
-        answers = {
-            name: rank_labels(softmax(logits[:, columns]), head_labels, parameters)
-            for name, head_labels, columns in iter_heads(head)
-        }
+        """For each input an object with the ranked labels of each head; a label that is decided by an operating point
+        comes first."""
+        logits, answers = np.asarray(outputs), {}
+        for name, head_labels, columns in iter_heads(head):
+            first = decide_classes(logits[:, columns], head_labels, head, name)
+            answers[name] = rank_labels(softmax(logits[:, columns]), head_labels, parameters, first)
         return [{name: rows[row] for name, rows in answers.items()} for row in range(len(logits))]
 
     def answer_columns(self, head: Head) -> list[AnswerColumn]:

@@ -13,6 +13,7 @@ from rtrain.core.errors import UserError
 from rtrain.core.ragged import EncodedRow, Head, Outputs, RaggedArray, TokenBatch
 from rtrain.metrics.classes import label_thresholds, sigmoid
 from rtrain.metrics.classification import choose_label_thresholds
+from rtrain.tasks import base
 from rtrain.tasks.base import AnswerColumn, Inputs, Losses, Parameters, ProblemType, RowReport, Targets
 from rtrain.tasks.classification import rank_labels
 from rtrain.tasks.defaults import PooledTask, pool_logits
@@ -27,6 +28,8 @@ class MultiLabel(PooledTask):
     name = "multi_label"
     output = "labels"
     problem_type: ProblemType = "multi_label_classification"
+    weighting: base.Weighting = "classes"
+    has_independent_labels = True
 
     def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
         return validate_label(parse_labels, label)
@@ -63,6 +66,15 @@ class MultiLabel(PooledTask):
         row_logits = pool_logits(logits, tokens, head)
         has_label = torch.from_numpy(tokens.targets.reshape(tuple(row_logits.shape)).copy()).to(row_logits)
         return {"loss": torch.nn.functional.binary_cross_entropy_with_logits(row_logits, has_label, reduction="sum")}
+
+    def target_classes(self, tokens: TokenBatch, head: Head) -> dict[str, base.TargetClasses]:
+        has_label, labels = tokens.targets.reshape(-1, len(head.labels)) > 0, np.arange(len(head.labels))
+        rows = np.repeat(np.arange(len(has_label)), len(labels))
+        return {"loss": base.TargetClasses(rows, np.where(has_label, labels, len(labels)).reshape(-1))}
+
+    def target_losses(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, loss: base.LabelLoss) -> Losses:
+        row_logits = pool_logits(logits, tokens, head)
+        return {"loss": loss.decide_each(row_logits, tokens.targets.reshape(tuple(row_logits.shape))).flatten()}
 
     def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """T^2 x KL of each label's binary decision, softened by T."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from rtrain.core.errors import UserError, quote_value
 from rtrain.core.ragged import EncodedRow, Head, Outputs, RaggedArray, TokenBatch
+from rtrain.tasks import base
 from rtrain.tasks.base import AnswerColumn, Input, Inputs, Losses, Parameters, ProblemType, RowReport, Targets
 from rtrain.tasks.defaults import PooledTask, pool_logits
 
@@ -35,6 +36,7 @@ class Regression(PooledTask):
     name = "regression"
     output = "number"
     problem_type: ProblemType = "regression"
+    weighting: base.Weighting = "rows"
 
     def validate_row(self, text: str, pair: str | None, label: str) -> str | None:
         try:
@@ -84,11 +86,14 @@ class Regression(PooledTask):
 
     def loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> Losses:
         """Squared error in standard deviations, so that learning rates do not depend on the scale of the scores."""
-        import torch
+        return {"loss": _squared_errors(logits, tokens, head).sum()}
 
-        predicted = pool_logits(logits, tokens, head)[:, 0]
-        targets = torch.from_numpy(tokens.targets.copy()).to(predicted)
-        return {"loss": ((predicted - (targets - head.facts["mean"]) / head.facts["std"]) ** 2).sum()}
+    def target_classes(self, tokens: TokenBatch, head: Head) -> dict[str, base.TargetClasses]:
+        rows = np.arange(len(tokens))
+        return {"loss": base.TargetClasses(rows, np.zeros_like(rows))}
+
+    def target_losses(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, loss: base.LabelLoss) -> Losses:
+        return {"loss": _squared_errors(logits, tokens, head)}
 
     def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """Squared error to the teacher's number. A number has no temperature."""
@@ -121,6 +126,16 @@ class Regression(PooledTask):
 
     def answer_columns(self, head: Head) -> list[AnswerColumn]:
         return [AnswerColumn("value", float, lambda answer: answer)]
+
+
+def _squared_errors(logits: "torch.Tensor", tokens: TokenBatch, head: Head) -> "torch.Tensor":
+    """Squared error of each row in squared standard deviations."""
+    import torch
+
+    predicted = pool_logits(logits, tokens, head)[:, 0]
+    targets = torch.from_numpy(tokens.targets.copy()).to(predicted)
+    errors: torch.Tensor = predicted - (targets - head.facts["mean"]) / head.facts["std"]
+    return errors**2
 
 
 def _to_target_unit(outputs: Outputs, head: Head) -> Any:

@@ -48,6 +48,7 @@ class TokenTags(TokenTask):
     name = "token_tags"
     output = "tags"
     supports_label_smoothing = True
+    weighting: base.Weighting = "classes"
     reads_pair = False
     augmentable: base.Variation = "words"
     target_rule_version = 2
@@ -106,6 +107,17 @@ class TokenTags(TokenTask):
         targets = torch.from_numpy(select_token_targets(tokens.row_targets).values.astype(np.int64)).to(logits.device)
         options: Any = {"reduction": "sum", "ignore_index": IGNORE_INDEX}
         return {"loss": torch.nn.functional.cross_entropy(upcast_logits(logits), targets, **options)}
+
+    def target_classes(self, tokens: TokenBatch, head: Head) -> dict[str, base.TargetClasses]:
+        targets = select_token_targets(tokens.row_targets)
+        is_target = targets.values != IGNORE_INDEX
+        rows = np.repeat(np.arange(len(tokens)), targets.counts)
+        return {"loss": base.TargetClasses(rows[is_target], targets.values[is_target].astype(np.int64))}
+
+    def target_losses(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, loss: base.LabelLoss) -> Losses:
+        targets = select_token_targets(tokens.row_targets).values
+        target_tokens = np.flatnonzero(targets != IGNORE_INDEX)
+        return {"loss": loss.choose_one(upcast_logits(logits)[target_tokens.tolist()], targets[target_tokens])}
 
     def distillation_loss(self, logits: "torch.Tensor", tokens: TokenBatch, head: Head, temperature: float) -> Losses:
         """T^2 x KL at each word's first token, as in classification."""

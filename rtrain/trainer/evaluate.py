@@ -18,7 +18,7 @@ from rtrain.data.store.store import Store
 from rtrain.metrics.registry import get_metric
 from rtrain.models import builder
 from rtrain.parallel import collectives
-from rtrain.tasks.base import Task
+from rtrain.tasks.base import RowReport, Task
 from rtrain.trainer.step import forward, idle_micro_batch
 
 if TYPE_CHECKING:
@@ -136,7 +136,7 @@ class Evaluation(NamedTuple):
 
     step: int
     score: float
-    """The headline metric; larger is better."""
+    """The score of `train.best_by`; larger is better."""
     loss: float | None = None
     """Mean over the rows; None if an earlier version of rtrain did not record it."""
 
@@ -163,7 +163,16 @@ def best_in(state: CheckpointState) -> Evaluation | None:
 def with_best(best: Evaluation | None, state: CheckpointState) -> CheckpointState:
     """The state with the best evaluation replaced; None removes it."""
     fields = best or (None, None, None)
-    return replace(state, best_step=fields[0], best_score=fields[1], best_loss=fields[2])
+    evaluations = state.best_evaluations if best else ()
+    return replace(state, best_step=fields[0], best_score=fields[1], best_loss=fields[2], best_evaluations=evaluations)
+
+
+def with_kept(evaluation: Evaluation, state: CheckpointState, num_kept: int) -> CheckpointState:
+    """The state with an evaluation of a later step among the `num_kept` best, where it belongs there."""
+    evaluations = [Evaluation(*entry) for entry in state.best_evaluations]
+    place = next((place for place, other in enumerate(evaluations) if is_better(evaluation, other)), len(evaluations))
+    evaluations.insert(place, evaluation)
+    return replace(state, best_evaluations=tuple(evaluations[:num_kept]))
 
 
 BestReason = Literal["score", "loss", "first"]
@@ -200,8 +209,12 @@ def mean_row_loss(task: Task, row_results: RaggedArray, store: Store, positions:
     of each label's yes or no; mean log loss of a row's heads, words, sentences or masked tokens; half of the log losses
     of a span's two ends; squared error of a number in squared standard deviations.
     """
-    targets = store.targets("valid", positions)
-    losses = task.explain_rows(row_results, targets, store.manifest.head).loss
+    return mean_loss(task.explain_rows(row_results, store.targets("valid", positions), store.manifest.head))
+
+
+def mean_loss(report: RowReport) -> float | None:
+    """`mean_row_loss` of the rows of a report."""
+    losses = report.loss
     finite_losses = losses[~np.isnan(losses)]
     return float(np.where(np.isinf(finite_losses), INFINITE_LOSS, finite_losses).mean()) if len(finite_losses) else None
 

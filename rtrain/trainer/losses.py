@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from rtrain.config import DistillConfig, Recipe
+from rtrain.config.recipe import LOSSES
 from rtrain.core.errors import Problem
 from rtrain.core.ragged import Head, Ints, TokenBatch, flat_indices, pad_batch
 from rtrain.data.store.store import Store
@@ -16,6 +17,8 @@ from rtrain.models.device import to_device
 from rtrain.models.pack_layout import PackLayout, make_layout
 from rtrain.parallel import dtensor_utils
 from rtrain.tasks.base import Task, get_task
+from rtrain.trainer.imbalance import TargetWeighting, make_weighting
+from rtrain.trainer.registered_loss import RegisteredLoss
 from rtrain.trainer.step import Loss, forward
 
 if TYPE_CHECKING:
@@ -32,7 +35,10 @@ class RunLoss:
         head: Head,
         smoothing: float = 0.0,
         feature_loss: "FeatureDistillationLoss | None" = None,
+        weighting: TargetWeighting | None = None,
+        registered_loss: RegisteredLoss | None = None,
     ) -> None:
+        self._weighting, self._registered_loss = weighting, registered_loss
         self._task, self._distill, self._head = task, distill, head
         self._smoothing, self._feature_loss = smoothing, feature_loss
         self._part_names = task.loss_parts(head)
@@ -43,9 +49,16 @@ class RunLoss:
         """Whether the counts follow from the rows' stored targets."""
         return self._feature_loss is None and not self._task.prepares_targets
 
-    def count_targets(self, tokens: TokenBatch) -> list[int]:
-        """Number of targets of each part. Placeholder labels count too: the teacher answers them."""
-        counts_by_part = self._task.count_targets(tokens, self._head)
+    def count_targets(self, tokens: TokenBatch) -> list[float]:
+        """Number of targets of each part, or their total weight. Placeholder labels count too: the teacher answers
+        them."""
+        counts_by_part: Mapping[str, float]
+        if self._registered_loss:
+            counts_by_part = {self._part_names[0]: self._registered_loss.count_targets(tokens)}
+        elif self._weighting:
+            counts_by_part = self._weighting.total_weights(tokens)
+        else:
+            counts_by_part = self._task.count_targets(tokens, self._head)
         feature_counts = self._feature_loss.count_targets(tokens) if self._feature_loss else []
         return [counts_by_part[name] for name in self._part_names] + feature_counts
 
@@ -72,7 +85,11 @@ class RunLoss:
         return total + (1 - alpha) * self._label_loss(logits, tokens) if len(tokens) else total
 
     def _label_loss(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
-        """The task's loss with label smoothing."""
+        """The task's loss with label smoothing, the weighted loss, or a plug-in's."""
+        if self._registered_loss is not None:
+            return self._registered_loss(logits, tokens).reshape(1)
+        if self._weighting is not None:
+            return self._stack_parts(self._weighting.sum_losses(logits, tokens))
         sums = self._stack_parts(self._task.loss(logits, tokens, self._head))
         if not self._smoothing:
             return sums
@@ -103,14 +120,11 @@ class RunLoss:
         return torch.stack([sums[name] for name in self._part_names])
 
 
-def plan_target_counts(loss: Loss, store: Store, positions: Ints) -> list[int] | None:
-    """Number of targets of each part in some training rows, from the store; None if they depend on more."""
+def plan_target_counts(loss: Loss, store: Store, positions: Ints) -> list[float] | None:
+    """`RunLoss.count_targets` of some training rows, from the store; None if the counts depend on more."""
     if not isinstance(loss, RunLoss) or not loss.is_planned:
         return None
-    targets, empty = store.targets("train", positions), np.empty(0, dtype=np.int32)
-    ids = store.column("train", "row_id")[positions]
-    teacher = np.empty((len(positions), 0), dtype=np.float32)
-    return loss.count_targets(TokenBatch(empty, empty, empty, empty, targets.values, targets.counts, ids, teacher))
+    return loss.count_targets(store.read_targets("train", positions))
 
 
 def check_label_smoothing(recipe: Recipe) -> list[Problem]:
@@ -130,6 +144,19 @@ def make_loss(
     feature_loss: "FeatureDistillationLoss | None" = None,
 ) -> RunLoss:
     return RunLoss(task, distill, head or Head(), smoothing, feature_loss)
+
+
+def make_run_loss(
+    recipe: Recipe, task: Task, store: Store, feature_loss: "FeatureDistillationLoss | None" = None
+) -> RunLoss:
+    """The loss of a run on the rows of its store, with its weights."""
+    head, name = store.manifest.head, recipe.train.loss
+    if name in LOSSES or recipe.distill.teacher is not None:
+        weighting, registered_loss = make_weighting(recipe, task, store), None
+    else:
+        weighting, registered_loss = None, RegisteredLoss(name, task, head)
+    smoothing = recipe.train.label_smoothing
+    return RunLoss(task, recipe.distill, head, smoothing, feature_loss, weighting, registered_loss)
 
 
 WEIGHT_SETTINGS = ("relation_loss_weight", "hidden_loss_weight")

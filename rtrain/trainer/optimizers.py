@@ -82,7 +82,7 @@ def learning_rate(recipe: Recipe, step: int, total_steps: int) -> float:
 
 
 def decay_product(recipe: Recipe, steps: int, total_steps: int, factor: float = 1.0) -> float:
-    """The factor by which weight decay alone has changed a weight matrix after `steps` steps.
+    """Total decay factor of a weight matrix without gradients after `steps` steps.
 
     Args:
         factor: The matrix's learning-rate factor (`optim.layerwise_lr_decay`).

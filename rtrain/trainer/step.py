@@ -27,6 +27,9 @@ AUTOCAST_DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
 """Precisions with autocast; weights, gradients and moments are fp32."""
 NUM_STEP_COUNTERS = 4
 """Counters of a step before those of the targets."""
+MAX_TOTAL_ERROR = 1e-9
+"""Largest relative difference between the planned and the summed weight of a step's targets. Counts are below its
+inverse, so that they must be equal."""
 NON_FINITE_FIX = "lower optim.lr, set train.precision=fp32, or set optim.max_grad_norm"
 
 
@@ -35,8 +38,8 @@ class Loss(Protocol):
 
     num_parts: int
 
-    def count_targets(self, tokens: TokenBatch) -> Sequence[int]:
-        """Number of targets of each part."""
+    def count_targets(self, tokens: TokenBatch) -> Sequence[float]:
+        """Number of targets of each part, or their total weight."""
         ...
 
     def logit_positions(self, tokens: TokenBatch) -> Ints | None:
@@ -169,15 +172,16 @@ class StepRunner:
         *,
         scale: float | None = None,
         expected_row_sum: int | None = None,
-        expected_targets: Sequence[int] | None = None,
+        expected_targets: Sequence[float] | None = None,
         measure_noise: bool = False,
     ) -> StepResult:
         """Train one step. Every worker takes part in the same collectives, even without rows: the others would wait
         forever.
 
         loss = sum over the step's targets / their count, over all micro-batches and workers; the sum over several
-        parts. DistributedDataParallel averages over workers, so each worker's sum is multiplied by their number:
-        mean_w(world * sum_w / count) = sum / count. A part without a target in the step adds nothing.
+        parts. Weighted targets have a weighted sum, divided by their total weight. DistributedDataParallel averages
+        over workers, so each worker's sum is multiplied by their number: mean_w(world * sum_w / count) = sum / count. A
+        part without a target in the step adds nothing.
 
         Args:
             scale: A power of two. It multiplies the loss and divides the gradient. If the gradient is infinite the
@@ -201,7 +205,7 @@ class StepRunner:
         if totals is None:
             counters = strategy.sum_over_replicas(counters)
             _check_rows(counters, expected_row_sum)
-            totals = [int(total) for total in counters[NUM_STEP_COUNTERS:].tolist()]
+            totals = counters[NUM_STEP_COUNTERS:].tolist()
         target_weights = counters.new_tensor([1.0 / total if total else 0.0 for total in totals])
         gradient_factor = strategy.num_replicas * (scale or 1.0)
 
@@ -267,12 +271,12 @@ class StepRunner:
         self._start_sums(torch.zeros(self.loss.num_parts, dtype=torch.float64, device=device))
         self.strategy.warm_up(self)
 
-    def _count_targets(self, micro_batches: Sequence[TokenBatch]) -> Sequence[int]:
-        """Number of targets of each part on this worker."""
+    def _count_targets(self, micro_batches: Sequence[TokenBatch]) -> Sequence[float]:
+        """Number of targets, or their total weight, of each part on this worker."""
         counts = [self.loss.count_targets(tokens) for tokens in micro_batches]
         return [sum(part) for part in zip([0] * self.loss.num_parts, *counts, strict=True)]
 
-    def _make_counters(self, micro_batches: Sequence[TokenBatch], counts: Sequence[int]) -> "torch.Tensor":
+    def _make_counters(self, micro_batches: Sequence[TokenBatch], counts: Sequence[float]) -> "torch.Tensor":
         """This worker's addends to the counters of a step: rows, the two halves of the sum of their ids, stop requests,
         and targets of each part; see `_check_rows`."""
         import torch
@@ -281,7 +285,7 @@ class StepRunner:
         num_rows = sum(len(tokens) for tokens in micro_batches)
         stop_requests = self.strategy.replica_max(int(self.observer.stop_requested()))
         counters = [num_rows, row_sum >> 32, row_sum % (1 << 32), stop_requests, *counts]
-        # Exact: each is less than 2^53.
+        # Exact, but for weights: each is less than 2^53.
         return torch.tensor(counters, dtype=torch.float64, device=dtensor_utils.module_device(self.strategy.module))
 
     # ------------------------------------------------------------------------------------------- micro-batches
@@ -306,7 +310,7 @@ class StepRunner:
         return (value * self._factors.to(value.dtype)).sum()
 
 
-def _noise_terms(sq_norm: float, counts: Sequence[int], totals: Sequence[int], num_replicas: int) -> list[float]:
+def _noise_terms(sq_norm: float, counts: Sequence[float], totals: Sequence[float], num_replicas: int) -> list[float]:
     """A replica's addends to the two sums of the noise measurement, for `gradient_noise.measure_between_replicas`, or
     for `measure_within_replica` with a single replica. `counts` of the step's `totals` targets are its own, by part."""
     shares = [part / total for part, total in zip(counts, totals, strict=True) if total]
@@ -317,10 +321,11 @@ def _noise_terms(sq_norm: float, counts: Sequence[int], totals: Sequence[int], n
 
 
 def _check_rows(
-    counters: "torch.Tensor", expected_row_sum: int | None, expected_targets: Sequence[int] | None = None
+    counters: "torch.Tensor", expected_row_sum: int | None, expected_targets: Sequence[float] | None = None
 ) -> None:
     """Refuse rows other than the step's, or rows with other target counts than planned."""
-    count, high, low, _, *totals = (int(value) for value in counters.tolist())
+    *step_counters, totals = *counters[:NUM_STEP_COUNTERS].tolist(), counters[NUM_STEP_COUNTERS:].tolist()
+    count, high, low, _ = map(int, step_counters)
     row_sum = ((high << 32) + low + (1 << 63)) % (1 << 64) - (1 << 63)
     if expected_row_sum is None:
         return
@@ -328,7 +333,8 @@ def _check_rows(
         raise WrongRows(
             f"the workers' {count} rows are not the step's: their ids sum to {row_sum}, not to {expected_row_sum}"
         )
-    if expected_targets is not None and totals != list(expected_targets):
+    # Sums of weights differ in their last digits with the order of the rows.
+    if expected_targets is not None and not np.allclose(totals, list(expected_targets), rtol=MAX_TOTAL_ERROR, atol=0):
         raise WrongRows(
             f"the workers' {count} rows have {totals} targets, and the step's plan has {list(expected_targets)}"
         )

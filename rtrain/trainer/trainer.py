@@ -18,13 +18,13 @@ from rtrain.core.run_folder import Run
 from rtrain.data.order import RowOrder, chain_digest
 from rtrain.data.store.store import Store
 from rtrain.data.stream import WorkerBatch
-from rtrain.metrics.registry import get_metric
+from rtrain.metrics.collapse import find_collapsed_answers
 from rtrain.models import device, dropout
 from rtrain.parallel import collectives, dtensor_utils, gradient_noise, profiler
 from rtrain.parallel.base import Strategy
 from rtrain.parallel.profiler import StepProfiler
 from rtrain.tasks import base
-from rtrain.trainer import evaluate, losses, optimizers, step
+from rtrain.trainer import evaluate, losses, optimizers, selection, step
 from rtrain.trainer.evaluate import Evaluation
 
 if TYPE_CHECKING:
@@ -140,17 +140,19 @@ class TrainingContext:
 @dataclass(frozen=True)
 class TrainingResult:
     is_finished: bool
-    """False for an attempt that ended before the run's last step."""
+    """False for an attempt that ended before the run's last step, unless `train.patience` ended the run."""
     best_step: int | None
     """None for an attempt that ended before the run's first evaluation."""
     ledger: str
     """Digest of the rows of the steps so far, in their order."""
     scores: dict[str, dict[str, float]]
-    """Scores of the best checkpoint by split: `valid` (the headline alone) if validation rows were evaluated, and
-    `test` if the run is finished."""
+    """Scores of the best checkpoint, or of the average, by split: `valid` (the score of `train.best_by` alone) if
+    validation rows were evaluated, and `test` if the run is finished."""
     row_results: dict[str, RaggedArray] = field(default_factory=dict, compare=False)
     """Row results of a finished run's best weights by split: of the test rows, and of the validation rows if this
     attempt computed those weights."""
+    averaged_steps: tuple[int, ...] = ()
+    """Steps of the checkpoints whose mean the model holds (`train.average_best`); empty without an average."""
 
 
 BatchSource = Callable[[int, int], Iterator[WorkerBatch]]
@@ -182,6 +184,7 @@ class Trainer(step.StepRunner, step.Observer):
         self.state = checkpoint_format.CheckpointState(
             step=0, ledger=INITIAL_LEDGER.hex(), best_step=None, best_score=None, run_id=context.run_id
         )
+        self._evaluate_every = context.recipe.train.evaluate_every or context.order.steps_per_epoch
         self._totals = Counter[str]()
         self._steps_trained = 0
         """Steps of this attempt, the same on every worker."""
@@ -197,7 +200,7 @@ class Trainer(step.StepRunner, step.Observer):
         cadence = Cadence(
             total_steps=context.order.num_steps,
             end_step=context.end_step,
-            evaluate_every=recipe.train.evaluate_every or context.order.steps_per_epoch,
+            evaluate_every=self._evaluate_every,
             save_every=recipe.train.save_every,
         )
         saver = CheckpointSaver(
@@ -222,7 +225,7 @@ class Trainer(step.StepRunner, step.Observer):
             profile = StepProfiler(
                 strategy.timeline, dtensor_utils.module_device(strategy.module), context.profile_path
             )
-            while self.state.step < context.end_step:
+            while self.state.step < context.end_step and not self._is_patience_exhausted:
                 with (
                     self.clock.section("input_wait" if "first_batch" in self.clock.seconds else "first_batch"),
                     strategy.timeline.span(profiler.GET_BATCH),
@@ -250,6 +253,10 @@ class Trainer(step.StepRunner, step.Observer):
                 if step_result.stop_requested:
                     break
             return self._finish(profile)
+
+    @property
+    def _is_patience_exhausted(self) -> bool:
+        return selection.is_patience_exhausted(self.state, self.context.recipe.train.patience, self._evaluate_every)
 
     def train_step(self, batch: WorkerBatch) -> step.StepResult:
         """Train one step at its place in the run: its learning rate, dropout and rows. fp16 only: on overflow the step
@@ -345,27 +352,39 @@ class Trainer(step.StepRunner, step.Observer):
         if is_best:
             self.state = evaluate.with_best(evaluation, self.state)
             self._row_results["valid"] = row_results
+        if (num_kept := self.context.recipe.train.keep_best) > 1:
+            self.state = evaluate.with_kept(evaluation, self.state, num_kept)
         percent = 100 * evaluation.step / self.context.order.num_steps
         self.reporter.score({"step": evaluation.step, "percent": percent, "score": evaluation.score})
         return row_results
 
-    def _compare_with_best(self, step_number: int, row_results: RaggedArray) -> tuple[Evaluation, bool]:
+    def _compare_with_best(
+        self, step_number: int, row_results: RaggedArray, **event_fields: Any
+    ) -> tuple[Evaluation, bool]:
         """Log the scores of the weights of `step_number` on the validation rows, and compare them with the best.
 
         Rank 0 alone computes the loss and compares: on another machine the sum over the rows may differ in its last
         bit, and the ranks must agree on the best.
         """
         context, scores = self.context, self._score("valid", row_results)
-        evaluation = Evaluation(step_number, scores[self._headline])
+        evaluation, collapsed_answers = Evaluation(step_number, 0.0), list[dict[str, Any]]()
 
         def compare() -> int:
-            nonlocal evaluation
-            evaluation = evaluation._replace(loss=evaluate.mean_row_loss(context.task, row_results, context.store))
+            nonlocal evaluation, scores, collapsed_answers
+            task, head = context.task, context.store.manifest.head
+            report = task.explain_rows(row_results, context.store.targets("valid"), head)
+            loss = evaluate.mean_loss(report)
+            scores = selection.add_score(context.recipe, scores, loss, row_results, context.store)
+            evaluation = Evaluation(step_number, scores[self._score_name], loss)
+            collapsed_answers = find_collapsed_answers(task.output, head, report.target, report.prediction)
             return evaluate.is_better(evaluation, evaluate.best_in(self.state))
 
         is_best = collectives.decide_on_rank_zero(self.strategy.watchdog, compare)
-        event_data = {"scores": scores, "loss": evaluation.loss, "train_s": self.clock.train_seconds}
+        evaluation = collectives.all_gather_object(evaluation)[0]
+        event_data = {"scores": scores, "loss": evaluation.loss, "train_s": self.clock.train_seconds, **event_fields}
         self.reporter.event("evaluated", split="valid", step=step_number, **event_data)
+        for answer in collapsed_answers:
+            self.reporter.event("collapsed", split="valid", step=step_number, **answer)
         self._evaluations[step_number] = evaluation
         return evaluation, bool(is_best)
 
@@ -392,8 +411,9 @@ class Trainer(step.StepRunner, step.Observer):
             return evaluate.score_rows(self.strategy, self.context.task, self.context.store, split, row_results)
 
     @property
-    def _headline(self) -> str:
-        return get_metric(self.context.task.output).headline
+    def _score_name(self) -> str:
+        """Name of the score that selects the weights."""
+        return selection.find_score_name(self.context.recipe.train.best_by, self.context.task.output)
 
     # ----------------------------------------------------------------------------------------------------- checkpoints
 
@@ -427,47 +447,59 @@ class Trainer(step.StepRunner, step.Observer):
 
         step_number = collectives.decide_on_rank_zero(self.strategy.watchdog, select)
         if step_number != NO_STEP:
-            self.state = self._load(step_number, self.optimizer)
+            self.state = self._load(step_number, optimizer=self.optimizer)
             # The best checkpoint is loaded at the end, so it must verify too; otherwise the search for the best
             # restarts here.
             if self._verify_best() is None:
                 self.state = evaluate.with_best(None, self.state)
         self.state = replace(self.state, scale=self.state.scale or checkpoint_format.initial_scale(self.precision))
         logged_events = self.context.run.events("evaluated")
-        self._evaluations = evaluate.read_evaluations(logged_events, self._headline, self.state.step)
+        self._evaluations = evaluate.read_evaluations(logged_events, self._score_name, self.state.step)
 
-    def _load(
-        self, step_number: int, optimizer: "torch.optim.Optimizer | None" = None
-    ) -> checkpoint_format.CheckpointState:
-        """Load a checkpoint into the model on every rank. Each rank reads it itself; some are slower than others."""
-        strategy, path = self.strategy, checkpoint_format.checkpoint_path(self._saver.folder, step_number)
+    def _load(self, *steps: int, optimizer: "torch.optim.Optimizer | None" = None) -> checkpoint_format.CheckpointState:
+        """Load a checkpoint, or the mean of the weights of several, into the model on every rank. Each rank reads them
+        itself; some are slower than others."""
+        strategy = self.strategy
+        paths = [checkpoint_format.checkpoint_path(self._saver.folder, step_number) for step_number in steps]
 
         @strategy.watchdog.extended_timeout()
         def load() -> checkpoint_format.CheckpointState:
-            return checkpoint_format.load_checkpoint(path, strategy.module, optimizer)
+            return checkpoint_format.load_checkpoint(paths[0], strategy.module, optimizer, average_with=paths[1:])
 
         return collectives.run_on_all_ranks(strategy.watchdog, load)
 
     def _verify_best(self) -> int | None:
         """Step of the best checkpoint, or None if none verifies. Rank 0 verifies it, and reports a lost checkpoint."""
+        step_number = self.state.best_step
+        return step_number if step_number is not None and self._verify(step_number) else None
+
+    def _verify(self, step_number: int) -> bool:
         state, folder = self.state, self._saver.folder
-        if (step_number := state.best_step) is None:
-            return None
         if step_number == state.step:  # verified when it was loaded, or the current weights
-            return step_number
+            return True
         if collectives.decide_on_rank_zero(
             self.strategy.watchdog, lambda: checkpoint_format.verify_or_quarantine(folder, step_number, state.run_id)
         ):
-            return step_number
+            return True
         self.reporter.event("best_lost", step=step_number)
-        return None
+        return False
+
+    def _load_average(self) -> tuple[int, ...]:
+        """Load the mean of the weights of the best checkpoints; return their steps. Empty, and nothing is loaded, if
+        only one of them is left."""
+        other_steps = [entry[0] for entry in self.state.best_evaluations if entry[0] != self.state.best_step]
+        steps = (self.state.best_step or 0, *(number for number in other_steps if self._verify(number)))
+        if len(steps) < 2:
+            return ()
+        self._load(*steps)
+        return steps
 
     # ---------------------------------------------------------------------------------------------------------- the end
 
     def _finish(self, profile: StepProfiler) -> TrainingResult:
         """Restore the best weights and score them on the test rows (finished runs only); report the totals."""
         context, state = self.context, self.state
-        is_finished = state.step == context.order.num_steps
+        is_finished = state.step == context.order.num_steps or self._is_patience_exhausted
         with self.clock.section("checkpoint"):
             self._flush()
             if not is_finished:  # immediately: the shutdown of the workers takes seconds and may come too late
@@ -476,8 +508,11 @@ class Trainer(step.StepRunner, step.Observer):
             # them.
             best_step = self._verify_best() if is_finished else state.best_step
         best_evaluation = evaluate.best_in(state) if best_step is not None else None
-        scores: dict[str, dict[str, float]] = {}
+        scores, averaged_steps = dict[str, dict[str, float]](), tuple[int, ...]()
         if is_finished:
+            if state.step < context.order.num_steps:
+                plan = {"total_steps": context.order.num_steps, "patience": context.recipe.train.patience}
+                self.reporter.event("early_stop", step=state.step, best_step=best_step, **plan)
             if best_step is None:
                 best_step = state.step
             elif best_step != state.step:
@@ -487,10 +522,17 @@ class Trainer(step.StepRunner, step.Observer):
                 best_evaluation, _ = self._compare_with_best(best_step, self._row_results["valid"])
             if best_evaluation is not None:
                 event_data = evaluate.best_event(best_evaluation, self._evaluations)
-                self.reporter.event("best", headline=self._headline, **event_data)
+                self.reporter.event("best", headline=self._score_name, **event_data)
         if best_evaluation is not None:
-            scores["valid"] = {self._headline: best_evaluation.score}
+            scores["valid"] = {self._score_name: best_evaluation.score}
         if is_finished:
+            if context.recipe.train.average_best and state.best_step is not None and best_step == state.best_step:
+                averaged_steps = self._load_average()
+            if averaged_steps:
+                row_results = self._row_results["valid"] = self._gather_row_results("valid")
+                choice = {"calibration": {"average_of": list(averaged_steps)}}
+                average, _ = self._compare_with_best(averaged_steps[0], row_results, **choice)
+                scores["valid"] = {self._score_name: average.score}
             self._row_results["test"] = self._gather_row_results("test")
             scores["test"] = self._score("test", self._row_results["test"])
             self.reporter.event("evaluated", split="test", step=best_step, scores=scores["test"])
@@ -512,4 +554,4 @@ class Trainer(step.StepRunner, step.Observer):
             stages=profile.event_fields(),
             **({} if state.scale is None else {"loss_scale": state.scale.value}),
         )
-        return TrainingResult(is_finished, best_step, state.ledger, scores, self._row_results)
+        return TrainingResult(is_finished, best_step, state.ledger, scores, self._row_results, averaged_steps)

@@ -15,20 +15,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from rtrain.checkpoint import format as checkpoint_format
 from rtrain.config import Config, Recipe, TrainConfig
-from rtrain.core import env
+from rtrain.core import env, plugins
 from rtrain.core.errors import Problem
+from rtrain.core.ragged import TokenBatch
 from rtrain.core.run_folder import Run
 from rtrain.data import stream
 from rtrain.data.order import RowOrder
+from rtrain.data.sampling import SampledOrder
 from rtrain.data.store.store import open_store
 from rtrain.models import builder, network_parts, used_vocabulary
 from rtrain.parallel import collectives, dtensor_utils
 from rtrain.parallel.base import Strategy
 from rtrain.parallel.layout import build_strategy, check_parallelism
 from rtrain.tasks import base
-from rtrain.trainer import losses, optimizers, step
+from rtrain.tasks.label_losses import get_label_loss
+from rtrain.trainer import imbalance, losses, optimizers, step
 from rtrain.trainer.trainer import Clock, Trainer, TrainingContext
 from rtrain.verification import planted_bugs
 
@@ -100,6 +105,8 @@ class VerificationCase:
     bug: str | None = None
     """A key of `planted_bugs.BUGS`, or None."""
     precision: str = EXACT_PRECISION
+    is_weighted: bool = False
+    """Labels and rows have weights, and rows are drawn by groups (`_weigh`)."""
     uses_rows: bool = False
     """Train the used rows of the word embedding alone (`train.embedding_rows=used`)."""
 
@@ -111,7 +118,8 @@ class VerificationCase:
     def name(self) -> str:
         resumed_text = "resized from 1" if self.resumed_from == SINGLE_WORKER else f"resumed from {self.resumed_from}"
         parts = [f"{self.workers} x {self.micro_batch_size}", self.layout, self.resumed_from and resumed_text]
-        parts += ["used rows" if self.uses_rows else "", self.bug or "", "" if self.is_exact else self.precision]
+        parts += ["used rows" if self.uses_rows else "", self.bug or ""]
+        parts += ["" if self.is_exact else self.precision, "weighted" if self.is_weighted else ""]
         return ", ".join(part for part in parts if part)
 
     @property
@@ -198,6 +206,10 @@ def make_plan(
         cases = _make_cases(workers, sizes, valid_layouts)
         for layout in ("", *valid_layouts):
             cases += [VerificationCase(workers, 3, layout, bug=bug) for bug in bugs.get(layout, ())]
+        if len(groups) < 2 and supports_weights(config.recipe):
+            cases.append(VerificationCase(workers, sizes[min(1, len(groups))], is_weighted=True))
+            if bugs:
+                cases.append(VerificationCase(workers, 3, bug=planted_bugs.WEIGHTS_BUG, is_weighted=True))
         if planted_bugs.STALE_ROW_BUG in bugs.get("", ()):
             cases.append(VerificationCase(workers, 3, bug=planted_bugs.STALE_ROW_BUG, uses_rows=True))
         groups.append(tuple(cases))
@@ -213,6 +225,11 @@ def make_plan(
     if rows > batch_size:
         rows -= (rows - 1) % batch_size
     return VerificationPlan(rows, batch_size, tuple(groups), tuple(skipped_layouts))
+
+
+def supports_weights(recipe: Recipe) -> bool:
+    """Whether the weighted cases are trained: not with a teacher, whose answers have no weights."""
+    return recipe.distill.teacher is None and base.get_task(recipe.task).weighting != "nothing"
 
 
 def check_plan(config: Config, plan: VerificationPlan) -> list[Problem]:
@@ -297,6 +314,7 @@ class TrainingSlice:
     steps: int
 
 
+@plugins.attribute_errors()
 def run_group(training_slice: TrainingSlice, cases: Sequence[VerificationCase]) -> None:
     """The train function of one worker group. Rank 0 appends each case's figures to the scratch folder's log."""
     import ray.train
@@ -306,6 +324,7 @@ def run_group(training_slice: TrainingSlice, cases: Sequence[VerificationCase]) 
     recipe, folder, store = training_slice.recipe, training_slice.model, open_store(training_slice.store)
     task = base.get_task(recipe.task)
     built = builder.build_network(folder, task, store.manifest.labels, recipe.train.seed, recipe.model)
+    imbalance.initialize_output_bias(built, recipe, task, store)
     # Evaluation mode disables dropout for every architecture; encoders have no other layer with two modes.
     initial_network = cast("torch.nn.Module", built).double().eval()
     used_ids = used_vocabulary.special_ids(folder).union(store.used_ids().tolist())
@@ -316,7 +335,7 @@ def run_group(training_slice: TrainingSlice, cases: Sequence[VerificationCase]) 
         run=Run(training_slice.scratch),
         store=store,
         task=task,
-        loss=losses.make_loss(task, recipe.distill, store.manifest.head, recipe.train.label_smoothing),
+        loss=losses.make_run_loss(recipe, task, store),
         order=order,
         pad_id=builder.pad_id(folder),
         precision=EXACT_PRECISION,
@@ -331,12 +350,44 @@ def run_group(training_slice: TrainingSlice, cases: Sequence[VerificationCase]) 
         strategy = build_strategy(network if case.is_exact else network.float(), train)
         case_vocabulary = vocabulary if case.uses_rows else None
         reference = _ReferenceFiles(case, training_slice, collectives.is_rank_zero(), case_vocabulary)
-        measurement = _train(replace(context, precision=case.precision), case, strategy, reference)
+        case_context = replace(_weigh(context) if case.is_weighted else context, precision=case.precision)
+        measurement = _train(case_context, case, strategy, reference)
         reference.compare_weights(initial_network, strategy, measurement)
         measurement.differing_workers = _count_differing_workers(strategy.module)
         measurement.seconds = round(time.perf_counter() - start, 2)
         if collectives.is_rank_zero():  # with sharded layers several workers belong to replica 0
             context.run.append_event("case", **asdict(case), name=case.name, measurement=asdict(measurement))
+
+
+class _RowWeightedLoss(losses.RunLoss):
+    """Weights of 0 to 2 for the rows, by their ids."""
+
+    def count_targets(self, tokens: TokenBatch) -> list[float]:
+        return super().count_targets(_weigh_rows(tokens))
+
+    def __call__(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
+        return super().__call__(logits, _weigh_rows(tokens))
+
+
+def _weigh_rows(tokens: TokenBatch) -> TokenBatch:
+    return replace(tokens, row_weights=(tokens.row_ids % 5).astype(np.float64) / 2)
+
+
+def _weigh(context: TrainingContext) -> TrainingContext:
+    """The context of the weighted cases: balanced labels where the targets are labels, weights of rows, and a slice
+    whose last half is drawn as often as its first sixth."""
+    recipe, task, store, order = context.recipe, context.task, context.store, context.order
+    if task.weighting == "classes" and recipe.train.class_weights == "none":
+        train = recipe.train.model_copy(update={"class_weights": "balanced"})
+        recipe = recipe.model_copy(update={"train": train})
+    weighting = imbalance.TargetWeighting(
+        *(task, store.manifest.head, get_label_loss(recipe.train)),
+        imbalance.compute_class_weights(recipe.train, task, store),
+    )
+    settings = recipe.distill, store.manifest.head, recipe.train.label_smoothing
+    sizes = order.rows // 6, order.rows // 3, order.rows - order.rows // 6 - order.rows // 3
+    sampled_order = SampledOrder(**asdict(order), sizes=sizes, temperature=0.0, store=None)
+    return replace(context, loss=_RowWeightedLoss(task, *settings, weighting=weighting), order=sampled_order)
 
 
 def _train(
@@ -401,7 +452,8 @@ class _ReferenceFiles:
         is_active: bool,
         vocabulary: used_vocabulary.UsedVocabulary | None = None,
     ):
-        self._folder = training_slice.scratch / (REFERENCE if case.is_exact else f"{REFERENCE}-{case.precision}")
+        variant = f"-{case.precision}" * (not case.is_exact) + "-weighted" * case.is_weighted
+        self._folder = training_slice.scratch / f"{REFERENCE}{variant}"
         self._is_active, self._vocabulary, self._slice = is_active, vocabulary, training_slice
         self._middle_step = training_slice.steps // 2
         self._floor = GRADIENT_FLOOR if case.is_exact else FP32_GRADIENT_FLOOR

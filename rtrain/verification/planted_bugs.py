@@ -18,27 +18,41 @@ if TYPE_CHECKING:
     import torch
 
 
-class MeanOfMeans(StepRunner):
-    """Averages the means of the micro-batches: rows of a short micro-batch weigh more."""
+class _RescaledMicroBatches(StepRunner):
+    """Gives each micro-batch a factor of its own."""
 
     def run_step(self, micro_batches: Sequence[TokenBatch], **plan: Any) -> StepResult:
         self._num_micro_batches = self.strategy.num_replicas * len(micro_batches)
+        self._num_rows = _sum_over_replicas(self.strategy, [sum(len(tokens) for tokens in micro_batches)])[0]
         self._totals_by_part = _sum_over_replicas(self.strategy, self._count_targets(micro_batches))
         return super().run_step(micro_batches, **plan)
 
     def compute_loss(self, logits: "torch.Tensor", tokens: TokenBatch) -> "torch.Tensor":
         if tokens is self.idle_tokens:
             return super().compute_loss(logits, tokens)
-        counts = self.loss.count_targets(tokens)
-        factors = [
-            total / (self._num_micro_batches * max(1, count))
-            for total, count in zip(self._totals_by_part, counts, strict=True)
-        ]
-        correct_factors = self._factors
-        self._factors = correct_factors * correct_factors.new_tensor(factors)
+        counts, correct_factors = self.loss.count_targets(tokens), self._factors
+        shares = [total / count if count else 0.0 for total, count in zip(self._totals_by_part, counts, strict=True)]
+        self._factors = correct_factors * correct_factors.new_tensor(shares) * self._weigh_micro_batch(tokens)
         loss = super().compute_loss(logits, tokens)
         self._factors = correct_factors
         return loss
+
+    def _weigh_micro_batch(self, tokens: TokenBatch) -> float:
+        raise NotImplementedError
+
+
+class MeanOfMeans(_RescaledMicroBatches):
+    """Averages the means of the micro-batches: rows of a short micro-batch weigh more."""
+
+    def _weigh_micro_batch(self, tokens: TokenBatch) -> float:
+        return 1.0 / self._num_micro_batches
+
+
+class WeightsPerMicroBatch(_RescaledMicroBatches):
+    """Divides by the weight of a micro-batch in place of the step's: a row's weight depends on the rows beside it."""
+
+    def _weigh_micro_batch(self, tokens: TokenBatch) -> float:
+        return len(tokens) / self._num_rows
 
 
 class DroppedTailRow(StepRunner):
@@ -185,10 +199,11 @@ class _ScaledPipeline(PipelineStrategy):
         return schedule
 
 
-def _sum_over_replicas(strategy: Strategy, values: Sequence[int]) -> list[int]:
+def _sum_over_replicas(strategy: Strategy, values: Sequence[float]) -> list[float]:
     import torch
 
-    return [int(total) for total in strategy.sum_over_replicas(torch.tensor(values))]
+    totals: list[float] = strategy.sum_over_replicas(torch.tensor(values, dtype=torch.float64)).tolist()
+    return totals
 
 
 LAYOUT_BUGS: dict[str, dict[str, type[StepRunner]]] = {
@@ -196,7 +211,7 @@ LAYOUT_BUGS: dict[str, dict[str, type[StepRunner]]] = {
     "pipeline": {"edge gradient lost": EdgeGradientLost, "scale_grads left on": GradientDivided},
 }
 """Bugs of workers with a part of the weights, by layout."""
-STALE_ROW_BUG = "stale embedding row"
+STALE_ROW_BUG, WEIGHTS_BUG = "stale embedding row", "weights per micro-batch"
 BUGS: dict[str, type[StepRunner]] = {
     "mean of means": MeanOfMeans,
     "dropped tail row": DroppedTailRow,
@@ -204,12 +219,13 @@ BUGS: dict[str, type[StepRunner]] = {
     "k ignored": IgnoredAccumulation,
     STALE_ROW_BUG: StaleEmbeddingRow,
     **{name: bug for bugs in LAYOUT_BUGS.values() for name, bug in bugs.items()},
+    WEIGHTS_BUG: WeightsPerMicroBatch,
 }
 
 
 def possible_bugs(freeze: str) -> list[str]:
     """Bugs of full models that a recipe can have: with `model.freeze` the embedding has no gradient to be stale."""
-    excluded = {name for bugs in LAYOUT_BUGS.values() for name in bugs} | (
+    excluded = {WEIGHTS_BUG, *(name for bugs in LAYOUT_BUGS.values() for name in bugs)} | (
         {STALE_ROW_BUG} if freeze != "none" else set()
     )
     return [name for name in BUGS if name not in excluded]

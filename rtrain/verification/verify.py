@@ -24,7 +24,9 @@ from rtrain.cluster import capacity, preflight
 from rtrain.config import Config
 from rtrain.core import env, events
 from rtrain.core.errors import ConfigError, UserError, suggest_path
+from rtrain.core.ragged import Ints
 from rtrain.core.run_folder import Run
+from rtrain.data import sampling
 from rtrain.data.order import RowOrder, chain_digest, hash_step_rows
 from rtrain.data.store import builder as store_builder
 from rtrain.data.store.store import Store
@@ -111,14 +113,14 @@ class VerificationReport:
         problems = [
             f"the planted bug {bug!r} is not detected: do not trust this check here" for bug in self.missed_bugs
         ]
-        order = self._sound_cases[0][1].order_digest
+        orders = {case.is_weighted: measured.order_digest for case, measured in reversed(self._sound_cases)}
         for case, measured in self._sound_cases:
             rows = self.rows - (self.steps // 2 * self.global_batch_size if case.resumed_from else 0)
             gradient = f"the gradient of {measured.worst_tensor} at step {measured.worst_step} differs"
             failed_checks = {
                 gradient: not measured.gradient_ratio <= TOLERANCE,
                 "the final weights differ": not measured.weights_ratio <= TOLERANCE,
-                "other rows, or another order": measured.order_digest != order,
+                "other rows, or another order": measured.order_digest != orders[case.is_weighted],
                 f"{measured.differing_workers} workers have other weights": measured.differing_workers > 0,
                 f"{measured.rows} rows instead of {rows}": measured.rows != rows,
             }
@@ -148,14 +150,14 @@ class VerificationReport:
         columns = f"{'micro-batches':>13}  {'weights':>8}  {'gradient':>8}  worst tensor (step)"
         lines = [
             f"{self.rows:,} rows in {self.steps} steps of {self.global_batch_size}, float64; "
-            "all compared with the first case; fp32 by itself",
+            "all compared with the first case; fp32 and weighted by themselves",
             f"{'workers x micro-batch':<36}  {columns}",
         ]
-        references = dict[str, VerificationCase]()
+        references = dict[tuple[str, bool], VerificationCase]()
         for case, measured in self.cases:
             worst = f"{measured.worst_tensor} ({measured.worst_step})" if measured.worst_tensor else ""
             figures = f"{measured.weights_ratio:>8.1e}  {measured.gradient_ratio:>8.1e}  {worst}"
-            if references.setdefault(case.precision, case) is case:
+            if references.setdefault((case.precision, case.is_weighted), case) is case:
                 figures = "reference"
             lines.append(f"{case.name:<36}  {measured.max_micro_batches:>13}  {figures}")
         for case, weights, gradient in self.noise_ratios:
@@ -225,9 +227,9 @@ def run(
     row_problems = preflight.check_rows(config.recipe, rows)
     if problems := [*check_plan(config, plan), *row_problems, *prepare.check_capacity(config)]:
         raise ConfigError(problems)
-    # Disk space: in float64 the reference's gradients, weights, and checkpoints of three times the weights; in fp32 the
-    # first two.
-    num_copies = 1.5 * plan.steps + 5 + 3 * sum(bool(case.checkpoint_name) for group in plan.groups for case in group)
+    # Disk space: in float64 both references' gradients, weights, and checkpoints of three times the weights; in fp32
+    # the first two.
+    num_copies = 2.5 * plan.steps + 9 + 3 * sum(bool(case.checkpoint_name) for group in plan.groups for case in group)
     weight_bytes = sum(path.stat().st_size for path in weights.glob("*.safetensors"))
     preflight.check_disk_space(folder, int(num_copies * 2) * weight_bytes)
     folder.mkdir(parents=True)
@@ -271,7 +273,8 @@ def _run_group(group: Sequence[VerificationCase], training_slice: TrainingSlice)
 
 @dataclass(frozen=True)
 class LedgerReport:
-    """Result of a ledger check. `passed` if every record agrees and every row occurred exactly once an epoch."""
+    """Result of a ledger check. `passed` if every record agrees and every row occurred exactly once an epoch, or with
+    `data.sampling` as often as planned."""
 
     passed: bool
     rows: int
@@ -287,6 +290,8 @@ class LedgerReport:
     """Rows that occur more than once in an epoch, over all started epochs."""
     missing_rows: int
     """Rows that are missing in a complete epoch."""
+    drawn_rows: dict[str, dict[str, int]] = field(default_factory=dict)
+    """With `data.sampling`, by value of its column: `rows`, `per_epoch` and `drawn` so far."""
 
     def to_document(self) -> dict[str, Any]:
         return asdict(self)
@@ -297,6 +302,12 @@ class LedgerReport:
         num_matching, mismatching = len(self.matching_records), self.mismatching_records
         if self.passed:
             text = f"every row once per epoch: {rows_text}, {self.steps} steps"
+            if self.drawn_rows:
+                draws = (
+                    f"{value or '(empty)'} {counts['per_epoch']:,} of {counts['rows']:,}"
+                    for value, counts in self.drawn_rows.items()
+                )
+                text = f"rows drawn per epoch as planned, {', '.join(draws)}: {rows_text}, {self.steps} steps"
             return f"{text}; the recorded ledger agrees at all of {num_matching} points"
         text = f"NOT every row once per epoch ({rows_text}): {self.repeated_rows} repeated, {self.missing_rows} missing"
         if not mismatching:
@@ -320,11 +331,9 @@ def check_ledger(run: Run) -> LedgerReport:
     records = _read_records(run)
     if not records:
         raise UserError(f"--ledger: {run} has recorded no step yet; train it first", code="not_started")
-    order = RowOrder(
-        store.manifest.digest, store.num_rows("train"), recipe.global_batch_size, recipe.train.epochs, recipe.train.seed
-    )
+    order = sampling.make_order(recipe, store)
     last_step = max(step for step, _, _ in records)
-    links, repeated, missing = _recompute_chain(store, order, last_step, {step for step, _, _ in records})
+    links, draws, (repeated, missing) = _recompute_chain(store, order, last_step, {step for step, _, _ in records})
     matching, mismatching = dict[int, str](), dict[int, str]()
     for step, link, source in records:
         (matching if links[step] == link else mismatching)[step] = source
@@ -338,7 +347,18 @@ def check_ledger(run: Run) -> LedgerReport:
         mismatching_records=mismatching,
         repeated_rows=repeated,
         missing_rows=missing,
+        drawn_rows=_count_draws(store, order, draws) if isinstance(order, sampling.SampledOrder) else {},
     )
+
+
+def _count_draws(store: Store, order: sampling.SampledOrder, draws: Ints) -> dict[str, dict[str, int]]:
+    """`LedgerReport.drawn_rows`, if the training rows were drawn so often."""
+    groups = store.sampling_groups
+    counts_by_value = np.split(draws[groups.members], np.cumsum(groups.sizes)[:-1])
+    return {
+        value: {"rows": size, "per_epoch": int(quota), "drawn": int(counts.sum())}
+        for value, size, quota, counts in zip(groups.values, groups.sizes, order.quotas, counts_by_value, strict=True)
+    }
 
 
 def _open_store(run: Run) -> Store:
@@ -362,12 +382,16 @@ def _read_records(run: Run) -> list[tuple[int, str, str]]:
     return records
 
 
-def _recompute_chain(store: Store, order: RowOrder, last_step: int, steps: set[int]) -> tuple[dict[int, str], int, int]:
-    """(chain after each of `steps`, rows repeated, rows missing) over the first `last_step` steps of `order`."""
+def _recompute_chain(
+    store: Store, order: RowOrder, last_step: int, steps: set[int]
+) -> tuple[dict[int, str], Ints, tuple[int, int]]:
+    """(chain after each of `steps`, draws of each row, (rows repeated, rows missing)) over the first `last_step` steps
+    of `order`. Without `data.sampling` the draws are not kept."""
     row_ids = store.column("train", "row_id")
     link, links = INITIAL_LEDGER, {}
     repeated = missing = 0
-    row_counts = np.zeros(order.rows, dtype=np.uint8)
+    is_sampled = isinstance(order, sampling.SampledOrder)
+    row_counts: Ints = np.zeros(order.rows, dtype=np.int64 if is_sampled else np.uint8)
     for step in range(last_step):
         positions = order.positions(step)
         np.add.at(row_counts, positions, 1)
@@ -375,10 +399,12 @@ def _recompute_chain(store: Store, order: RowOrder, last_step: int, steps: set[i
         if step + 1 in steps:
             links[step + 1] = link.hex()
         ends_epoch = (step + 1) % order.steps_per_epoch == 0
-        if ends_epoch or step + 1 == last_step:
+        if not is_sampled and (ends_epoch or step + 1 == last_step):
             repeated += int((row_counts > 1).sum())
             missing += int((row_counts == 0).sum()) if ends_epoch else 0
             row_counts[:] = 0
+    if isinstance(order, sampling.SampledOrder):
+        repeated, missing = order.find_wrong_draws(row_counts, last_step)
     # The chain could not detect an exchange of two rows with the same id.
     repeated += order.rows - len(np.unique(row_ids[: order.rows]))
-    return links, repeated, missing
+    return links, row_counts, (repeated, missing)

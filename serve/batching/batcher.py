@@ -13,7 +13,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any, NamedTuple, TypeVar
@@ -323,8 +323,10 @@ def _deadline_exceeded() -> DeadlineExceeded:
 
 
 def count_characters(text: Input) -> int:
-    """The characters of a text, or of all parts of a pair."""
-    return len(text) if isinstance(text, str) else sum(len(part or "") for part in text.values())
+    """The characters of a text, or of all parts of a pair, features included."""
+    if isinstance(text, str):
+        return len(text)
+    return sum(count_characters(part) if isinstance(part, Mapping) else len(part or "") for part in text.values())
 
 
 class _EngineCall(NamedTuple):

@@ -334,6 +334,7 @@ class ShadowTest:
 def _time_answer(service: "ModelService", text: Input) -> tuple[float, Any]:
     """Seconds of the tokens and the engine, and the answer; on the engine's thread."""
     predictor, started_at = service.predictor, time.perf_counter()
+    text = predictor.clean_input(text)
     encoded = predictor.encode([text])
     outputs = service.run_engine(encoded)
     seconds = time.perf_counter() - started_at

@@ -68,6 +68,8 @@ class StrictModel(BaseModel):
 class TextPair(StrictModel):
     text: str
     text_pair: str | None = None
+    features: dict[str, str] | None = None
+    """Values that the model reads before the text, by the name of their column (`data.features` of its training)."""
 
 
 class QuestionContext(StrictModel):
@@ -133,7 +135,7 @@ class PredictRequest(StrictModel):
 def _to_pair(value: TextPair | QuestionContext) -> Input:
     if isinstance(value, QuestionContext):
         return {"question": value.question, "context": value.context}
-    return {"text": value.text} if value.text_pair is None else {"text": value.text, "text_pair": value.text_pair}
+    return value.model_dump(exclude_none=True)
 
 
 class LabelScore(StrictModel):

@@ -33,6 +33,8 @@ from tests.support.tiny import make_encoder
 
 BUGS = ["mean of means", "dropped tail row", "double exchange", "k ignored", "stale embedding row"]
 SHARED_BUGS = ["gradient twice", "replica left out", "edge gradient lost", "scale_grads left on"]
+WEIGHTS_BUG = "weights per micro-batch"
+WEIGHTED = ["1 x 8, weighted", "2 x 3, weighted"]
 USED_ROWS = ["1 x 3, used rows", "2 x 3, used rows", "2 x 3, zero 3, used rows"]
 LAID_OUT = [f"2 x 3, {name}" for name in ("zero 2", "zero 3", "tensor 2", "sequence", "gpipe", "pipeline", "context")]
 LAID_OUT += ["2 x 3, zero 3, resumed from zero 2", "2 x 3, tensor 2, resumed from zero 3"]
@@ -76,10 +78,10 @@ def of(report: verify.VerificationReport, name: str) -> CaseMeasurement:
 def test_every_layout_trains_the_same(report: verify.VerificationReport) -> None:
     assert report.problems == []
     document = report.to_document()
-    assert (document["passed"], len(document["cases"])) == (True, 5 + 14 + 9 + 3 + 4)
+    assert (document["passed"], len(document["cases"])) == (True, 5 + 14 + 9 + 3 + 3 + 4)
     assert max(document["weights_ratio"], document["gradient_ratio"]) <= 1e-8
     # Sums in another order part by rounding: a figure of zero would mean that nothing was compared.
-    for name in ("1 x 3", "2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT, *USED_ROWS):
+    for name in ("1 x 3", "2 x 8", "2 x 3", "2 x 3, resized from 1", *LAID_OUT, WEIGHTED[1], *USED_ROWS):
         measured = of(report, name)
         assert 0 < measured.weights_ratio <= 1e-8
         assert 0 < measured.gradient_ratio <= 1e-8
@@ -110,7 +112,7 @@ def test_layouts_differ_in_passes_and_nothing_else(
     # Those of rank 0, which has 7 of the 13 rows of an update where there are two workers.
     several = ("2 x 3", "2 x 3, resized from 1", *LAID_OUT, ROUNDED[-1])
     expected = {"1 x 8": 2, "1 x 3": 5, "2 x 8": 1, **dict.fromkeys(several, 3), ROUNDED[0]: 2, ROUNDED[1]: 5}
-    expected |= {USED_ROWS[0]: 5, **dict.fromkeys(USED_ROWS[1:], 3)}
+    expected |= {WEIGHTED[0]: 2, WEIGHTED[1]: 3, USED_ROWS[0]: 5, **dict.fromkeys(USED_ROWS[1:], 3)}
     # Two workers of one replica have all of an update's rows.
     replica = tuple(f"2 x 3, {name}" for name in ("tensor 2", "sequence", "gpipe", "pipeline", "context"))
     assert passes == expected | {name: 5 for name in several if name.startswith(replica)}
@@ -118,7 +120,9 @@ def test_layouts_differ_in_passes_and_nothing_else(
     order, link = RowOrder(store.manifest.digest, 53, 13, 1, settings.recipe.train.seed), INITIAL_LEDGER
     for number in range(order.num_steps):
         link = chain_digest(link, hash_step_rows(number, store.column("train", "row_id")[order.positions(number)]))
-    assert {measured.order_digest for _, measured in report.cases} == {link.hex()}
+    assert {measured.order_digest for case, measured in report.cases if not case.is_weighted} == {link.hex()}
+    [digest] = {measured.order_digest for case, measured in report.cases if case.is_weighted}
+    assert digest != link.hex()
     rows = {case.name: measured.rows for case, measured in report.cases if not case.bug}
     assert rows == {name: 27 if "from" in name else 53 for name in passes}
 
@@ -131,7 +135,7 @@ def test_every_planted_bug_is_seen(report: verify.VerificationReport) -> None:
         if case.bug and max(measured.weights_ratio, measured.gradient_ratio) > 1e-2
     ]
     seen_with_used_rows = [BUGS[-1]]
-    assert list(planted_bugs.BUGS) == [*BUGS, *SHARED_BUGS]
+    assert list(planted_bugs.BUGS) == [*BUGS, *SHARED_BUGS, WEIGHTS_BUG]
     assert sorted(seen) == sorted([*planted_bugs.BUGS, *seen_with_used_rows])
     assert report.missed_bugs == []
     assert of(report, "2 x 3, dropped tail row").rows < 53
@@ -190,7 +194,7 @@ def test_four_workers_are_in_the_plan_where_they_have_cores(settings: Config) ->
 def test_a_frozen_embedding_has_no_gradient_to_be_stale(settings: Config) -> None:
     frozen = config.with_overrides(settings, {"model.freeze": "encoder"})
     todo = layout_runs.make_plan(frozen, (10_000, 20.0), plant_bugs=True)
-    assert [case.bug for group in todo.groups for case in group if case.bug] == BUGS[:-1] + SHARED_BUGS
+    assert [case.bug for group in todo.groups for case in group if case.bug] == [*BUGS[:-1], *SHARED_BUGS, WEIGHTS_BUG]
 
 
 @pytest.mark.parametrize(("asked", "per_update", "rows"), [(64, 49, 1030), (256, 97, 1068)])
@@ -265,7 +269,10 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(set
     ]
     (tmp_path / "config.json").write_text('{"model_type": "electric"}')
     other = planned(settings, tmp_path, plant_bugs=True)
-    assert layouts(other) == ["", "", "", "zero 2", "zero 3", "zero 3", *BUGS, *SHARED_BUGS[:2], BUGS[-1]]
+    assert layouts(other) == [
+        *("", "", "", "zero 2", "zero 3", "zero 3", *BUGS, *SHARED_BUGS[:2]),
+        *("", WEIGHTS_BUG, BUGS[-1]),
+    ]
     missing = [item for item in other.skipped_layouts if item.workers == 2]
     assert [item.layout for item in missing] == ["tensor 2", "sequence", "gpipe", "pipeline", "interleaved", "context"]
     assert missing[0] == SkippedLayout(2, "tensor 2", other.skipped_layouts[0].reason)
@@ -277,7 +284,18 @@ def test_layouts_that_workers_or_the_model_do_not_allow_are_left_out_by_name(set
         "2 x 3, resumed from zero 3",
     ]
     odd = with_train(settings, workers=3)
-    assert layouts(planned(odd, tiny)) == ["", "", "", "zero 2", "zero 3", "zero 3"]
+    assert layouts(planned(odd, tiny)) == ["", "", "", "zero 2", "zero 3", "zero 3", ""]
+
+
+def test_only_tasks_with_weights_and_no_teacher_have_weighted_cases(settings: Config) -> None:
+    def weighted(recipe: str, **overrides: Any) -> list[str]:
+        weighted_config = config.load_config(recipe, {"data.path": settings.recipe.data.path, **overrides})
+        todo = layout_runs.make_plan(weighted_config, (10_000, 20.0), cores=2)
+        return [case.name for group in todo.groups for case in group if case.is_weighted]
+
+    assert weighted("intent") == WEIGHTED
+    assert len(weighted("essay")) == 2
+    assert weighted("squad") == weighted("intent", **{"distill.teacher": "v1"}) == []
 
 
 def test_how_rows_are_dealt_and_whole_gradients_are_sent_leaves_no_layout_out(settings: Config) -> None:

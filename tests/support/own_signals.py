@@ -6,13 +6,21 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 
-from rtrain.cli import options
+from rtrain.api import process
+from rtrain.cli import app, options
 from rtrain.core import signals
 from rtrain.core.errors import CommandInterruptedError
+from rtrain.report import PhaseTimer
+from rtrain.runs import stop_request
+from tests.support import stock
 from tests.support.tiny import make_artifact
 
 
@@ -98,6 +106,10 @@ def test_the_handler_of_before_is_back_afterwards() -> None:
     assert seen == [signal.SIGTERM]
 
 
+def make_context() -> typer.Context:
+    return typer.Context(typer.main.get_command(app.app), obj=PhaseTimer())
+
+
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "ended by SIGTERM")]
 )
@@ -108,7 +120,8 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, number: int, code: 
         with (
             pytest.raises(CommandInterruptedError) as caught,
             signals.raise_on_sigterm(),
-            options.resume_hint_on_interrupt(run, "distill", "a teacher"),
+            options.follow_verb(make_context(), "distill", "a teacher"),
+            process.name_interrupted_run(run),
         ):
             os.kill(os.getpid(), number)
         return caught.value
@@ -119,3 +132,45 @@ def test_a_run_that_is_there_is_gone_on_with(tmp_path: Path, number: int, code: 
     assert str(interrupted()) == f"{said}; next: rtrain distill 'a teacher' --resume --out '{run}'"
     make_artifact(run / "artifact")
     assert str(interrupted()) == f"{said}; next: rtrain report '{run}'"
+
+
+@pytest.fixture
+def default_interrupt() -> Iterator[None]:
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, previous)
+
+
+def test_an_interruption_requests_a_checkpoint_where_a_run_trains(tmp_path: Path, default_interrupt: None) -> None:
+    run, stages = stock.make(tmp_path / "run", ended=None), list[str]()
+
+    @process.save_on_interrupt()
+    def train(interruptions: int) -> None:
+        with stop_request.StopOnSignal(run):
+            for _ in range(interruptions):
+                signal.raise_signal(signal.SIGINT)
+            stages.append(f"{stop_request.consume_stop(run)}")
+        raise stop_request.StoppedByRequest("saved")
+
+    with pytest.raises(KeyboardInterrupt):
+        train(1)
+    assert stages == [stop_request.SIGNALED]
+    with pytest.raises(KeyboardInterrupt):
+        train(2)
+    assert len(stages) == 1
+    with pytest.raises(stop_request.StoppedByRequest):  # of a batch system
+        train(0)
+
+
+@pytest.mark.parametrize("around", [nullcontext, process.end_ray_with_calls])
+def test_an_interruption_ends_a_call_at_once_where_nothing_trains(default_interrupt: None, around: Any) -> None:
+    stages: list[str] = []
+
+    @process.save_on_interrupt()
+    def read_rows() -> None:
+        signal.raise_signal(signal.SIGINT)
+        stages.append("never")
+
+    with around(), pytest.raises(KeyboardInterrupt):
+        read_rows()
+    assert stages == []

@@ -21,6 +21,7 @@ from typing import IO, Any, TypeVar
 from rtrain import config
 from rtrain.cluster import supervisor
 from rtrain.cluster.jobs import job_names
+from rtrain.core import plugins
 from rtrain.core.errors import TemporaryFailureError, UserError, redact
 
 COPY_INTERVAL_S = 30.0
@@ -82,6 +83,7 @@ def resolve_storage(words: Sequence[str], run: Path) -> str | None:
     # Without a name any recipe will do: none sets a storage by default.
     source = str(run_configs[0]) if run_configs else recipe_or_run or config.list_recipe_names()[0]
     try:
+        plugins.command_plugins.extend(plugins.load_plugins(job_names.plugin_addresses(words)))
         overrides = dict(config.parse_assignment(text) for text in job_names.assignments(words))
         # The run's file already includes the other overrides, and would conflict with them.
         storage_override = {name: value for name, value in overrides.items() if name == "cluster.storage"}

@@ -17,9 +17,9 @@ LOG_FOLDER = ".jobs"
 """Folder of logs beside the runs."""
 FINAL_STATUSES = ("SUCCEEDED", "FAILED", "STOPPED")
 VALUELESS_OPTIONS = (
-    *("--all", "--choose-k", "--dry-run", "--full", "--insecure", "--int8", "--json", "--new"),
+    *("--all", "--choose-k", "--dry-run", "--full", "--insecure", "--int8", "--json", "--new", "--public"),
     *("--no-texts", "--overwrite", "--inject-bugs", "--print-config", "--resume", "--rollback", "--scores", "--search"),
-    *("--standalone", "--stores", "--text", "--ungated", "--update", "--with-wheels", "--yes"),
+    *("--standalone", "--stores", "--text", "--trackers", "--ungated", "--update", "--with-wheels", "--yes"),
 )
 """Options without a value, of any verb."""
 JOB_ENTRYPOINT = "rtrain.cluster.jobs.entry"
@@ -47,6 +47,11 @@ def _option_values(words: Sequence[str], name: str) -> list[str]:
 def assignments(words: Sequence[str]) -> list[str]:
     """The values of `--set`, in order."""
     return _option_values(words, "--set")
+
+
+def plugin_addresses(words: Sequence[str]) -> list[str]:
+    """The values of `--plugin`, in order."""
+    return _option_values(words, "--plugin")
 
 
 def positional_arguments(words: Sequence[str]) -> list[str]:

@@ -9,6 +9,7 @@ import csv
 import json
 import math
 import re
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import IO, Any, NamedTuple
@@ -289,6 +290,37 @@ def _find_class_names(feature: Any) -> list[str] | None:
     return names if isinstance(names, list) else _find_class_names(feature.get("feature"))
 
 
+def iter_sheet_rows(file: IO[bytes], sheet: str) -> Iterator[tuple[int, list[Any]]]:
+    """(number of the row in its sheet, cells) of each row of an xlsx file that is not blank: first the names of the
+    columns. Columns without a name are left out. Formulas have their stored values.
+
+    Raises `OSError` if the file is no xlsx file or has no such sheet.
+    """
+    try:
+        import openpyxl
+    except ImportError:
+        raise OSError("openpyxl reads it and is not installed: pip install rtrain[xlsx]") from None
+    try:
+        workbook = openpyxl.load_workbook(file, read_only=True, data_only=True)
+    except (KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise OSError(f"no xlsx file: {error}") from None
+    if sheet and sheet not in workbook.sheetnames:
+        raise OSError(f"no sheet {sheet!r}; it has {', '.join(workbook.sheetnames)}")
+    opened_sheet = workbook[sheet] if sheet else workbook.worksheets[0]
+    opened_sheet.reset_dimensions()  # other programs write wrong ones
+    columns: list[int] = []
+    for number, cells in enumerate(opened_sheet.iter_rows(values_only=True), start=1):
+        if all(cell is None for cell in cells):
+            continue
+        if not columns:
+            columns = [place for place, cell in enumerate(cells) if cell is not None and str(cell).strip()]
+            yield number, [str(cells[place]).strip() for place in columns]
+            continue
+        yield number, [cells[place] if place < len(cells) else None for place in columns]
+    if not columns:
+        raise OSError("the sheet has no rows")
+
+
 # --------------------------------------------------------------------------------------------------------------- CoNLL
 
 _TAG = re.compile(r"O|[BI]-.+")
@@ -410,7 +442,7 @@ NULL = "\\N"
 
 def validate_words(data: DataConfig, row: Mapping[str, Any]) -> str | None:
     """Why a text column's list cannot be words, or None. Nulls and objects are not words."""
-    for column in (data.text, data.text_pair):
+    for column in (*data.text_columns, data.text_pair):
         value = row.get(column) if column else None
         if isinstance(value, list) and not all(isinstance(word, str | int | float) for word in value):
             return f'column {column!r} is a list of more than words; write texts, e.g. ["to", "be"]'

@@ -4,19 +4,20 @@
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rtrain import ray_internals
 from rtrain.config import Recipe
-from rtrain.config.recipe import NEUTRAL_DATA_SETTINGS, drop_neutral
-from rtrain.core import atomic_write, hub
+from rtrain.config.recipe import NEUTRAL_AUGMENT_SETTINGS, NEUTRAL_DATA_SETTINGS, drop_neutral
+from rtrain.core import atomic_write, hub, plugins
 from rtrain.core.errors import Problem, UserError
 from rtrain.core.ragged import Head
 from rtrain.data import augment, paraphrase, row_reader, sources, unlabeled
-from rtrain.data.splits import Splits
-from rtrain.data.store import commit, shards, store
+from rtrain.data.splits import RowSurvey, Splits
+from rtrain.data.store import commit, fold_view, shards, store
 from rtrain.data.store.shards import TokenizeJob
 from rtrain.tasks import base
 from rtrain.tasks.encode import canonical_name, resolve_window_spec
@@ -55,13 +56,19 @@ def _hash_parts(*parts: object) -> str:
 
 def _compute_source_digest(recipe: Recipe, source: row_reader.DataSource, model: Path) -> str:
     data = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
+    if recipe.data.sampling is not None:  # the temperature changes no row
+        data["sampling"] = recipe.data.sampling.column
     settings = {"schema": store.SCHEMA_VERSION, "task": recipe.task, **drop_neutral(data, NEUTRAL_DATA_SETTINGS)}
     if (rule := base.get_task(recipe.task).target_rule_version) > 1:
         settings["target_rule_version"] = rule
     if recipe.augment.is_active:
         names = (recipe.augment.paraphrase, recipe.augment.back_translation_model)
         models = {"paraphrase": [_hash_model(name) for name in names if name], "back_translation_model": None}
-        settings["augment"] = {**recipe.augment.model_dump(mode="json"), **models}
+        augment_settings = drop_neutral(recipe.augment.model_dump(mode="json"), NEUTRAL_AUGMENT_SETTINGS)
+        settings["augment"] = {**augment_settings, **models}
+    augmentations = plugins.owner_digests("augmentation", *recipe.augment.functions)
+    if digests := plugins.owner_digests("task", recipe.task) | augmentations:
+        settings["plugins"] = digests
     parts = source.digest(), sources.hash_tokenizer(model), json.dumps(settings, sort_keys=True)
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
@@ -78,6 +85,7 @@ def find_problems(recipe: Recipe) -> list[Problem]:
     return [
         *augment.find_problems(recipe, task),
         *_find_label_problems(recipe, task),
+        *_find_text_problems(recipe, task),
         *_find_window_problems(recipe, task),
     ]
 
@@ -94,6 +102,20 @@ def _find_label_problems(recipe: Recipe, task: base.Task) -> Iterator[Problem]:
         reason = f"several columns, and {task.name} reads one: each combination would be a label"
         fix = "name one, or add task=multi_head to have an answer for each"
         yield Problem("data.label", list(recipe.data.label), reason, fix, code="several_columns")
+
+
+def _find_text_problems(recipe: Recipe, task: base.Task) -> Iterator[Problem]:
+    """Settings that change the texts to which a label's positions refer."""
+    data, refers_to_words = recipe.data, task.output in ("tags", "summary")
+    settings = (
+        ("text", len(data.text_columns) > 1 and list(data.text_columns), refers_to_words),
+        ("features", list(data.features), refers_to_words),
+        ("strip_html", data.strip_html, refers_to_words or task.output == "spans"),
+    )
+    for setting, value, is_unsupported in settings:
+        if value and is_unsupported:
+            reason, fix = f"the labels of {task.name} refer to positions in the texts", "prepare the texts beforehand"
+            yield Problem(f"data.{setting}", value, reason, fix, code="unsupported")
 
 
 def _find_window_problems(recipe: Recipe, task: base.Task) -> Iterator[Problem]:
@@ -175,12 +197,23 @@ def _open_finished(final: Path, source: row_reader.DataSource, root: Path) -> st
 def _build_store(
     recipe: Recipe, source: row_reader.DataSource, model: Path, final: Path, root: Path, head: Head | None = None
 ) -> store.Store:
+    if head is None:
+
+        def compute_address(other_recipe: Recipe) -> str:
+            return compute_digest(other_recipe, source, model)
+
+        if view := fold_view.build_view(recipe, source, model, final, compute_address):
+            return view
     # A folder without a tokenizer, and a rewriting model that cannot generate, raise before any task starts.
     augment.make_noise(recipe.augment, shards.load_task_tokenizer(recipe, model))
     recipe = resolve_rewriters(recipe, root)
     writer = store.StoreWriter(final)
     try:
-        splits = Splits.from_config(recipe.data, source) if head is None else Splits(has_test=True, valid_share=0.0)
+        # The commit surveys the rows of folds.
+        survey = RowSurvey.merge([]) if shards.supports_fold_views(recipe) else None
+        splits = Splits(has_test=True, valid_share=0.0)
+        if head is None:
+            splits = Splits.from_config(recipe.data, source, survey)
         job = TokenizeJob(recipe, model, writer.folder, splits, head)
         built_store = commit.commit_store(job, source, writer, run_tasks(job, source))
     except BaseException:
@@ -225,6 +258,9 @@ def _write_shards(task_row: dict[str, Any], job: TokenizeJob) -> Iterator[dict[s
     """`shards.write_shards` as a data task. A `UserError` is returned as a row: if raised, it would carry Ray's
     traceback and advice."""
     try:
-        yield from ({**written, "error": "", "code": ""} for written in shards.write_shards(task_row, job))
+        with plugins.attribute_errors():
+            yield from ({**written, "error": "", "code": ""} for written in shards.write_shards(task_row, job))
     except UserError as error:
-        yield {"number": task_row["number"], "shard": "", "entry": None, "error": str(error), "code": error.code}
+        no_counts = asdict(row_reader.ReadCounts())
+        no_shard = {"number": task_row["number"], "shard": "", "entry": None, **no_counts}
+        yield {**no_shard, "error": str(error), "code": error.code}

@@ -5,7 +5,7 @@ All rows of a store are held in memory here, as columns of Arrow and numpy witho
 """
 
 from collections.abc import ItemsView, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,8 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from rtrain.config import Recipe
-from rtrain.core.errors import UserError
+from rtrain.core import row_filter
+from rtrain.core.errors import ConfigError, Problem, UserError
 from rtrain.core.manifest import FileEntry
 from rtrain.core.ragged import Head, RaggedArray
 from rtrain.data import checks, row_reader, sources, splits
@@ -25,6 +26,8 @@ from rtrain.data.store.shards import (
     QUARANTINED_CODE,
     SLICE_PREFIX,
     SPLIT_CODES,
+    SPLIT_HASH,
+    STRATUM,
     TokenizeJob,
     load_task_tokenizer,
 )
@@ -98,11 +101,19 @@ def commit_store(
     a split lacks rows, or a file was changed while it was read.
     """
     checks.check_files_unchanged(source, shard_rows, writer.final.parent.parent)
-    recipe, names = job.recipe, [row["shard"] for row in shard_rows]
+    recipe, names = job.recipe, [row["shard"] for row in shard_rows if row["shard"]]
+    counts = {name: sum(row.get(name, 0) for row in shard_rows) for name in asdict(row_reader.ReadCounts())}
+    selection = {name: rows for name, rows in counts.items() if rows}
     rows = _ShardRows.from_shards(writer.folder, names)
+    if rows is None and selection.get("left_out"):
+        reason = f"no row is selected; {selection['left_out']:,} are left out"
+        fix = f"write another condition, such as {row_filter.EXAMPLE}, or null"
+        raise ConfigError([Problem("data.where", recipe.data.where, reason, fix, code="no_rows")])
     if rows is None:
         problem = f"data.path: {recipe.data.path} has a header and no rows; add rows, one text and label each"
         raise UserError(problem, code="no_rows")
+    if recipe.data.folds is not None:
+        reassign_folds(job, rows)
     locate_row = checks.make_row_locator(source, names, rows.shard, rows.lines)
     is_bad = rows.split == QUARANTINED_CODE
     bad = checks.QuarantinedRows(np.flatnonzero(is_bad), filter_column(rows.table["reason"], is_bad).combine_chunks())
@@ -131,6 +142,8 @@ def commit_store(
     checks.write_quarantine(writer.folder, bad, locate_row)
 
     counts = rows.count_by_split()
+    if "weight" in rows.table.column_names:
+        checks.check_row_weights(recipe, rows.table["weight"].to_numpy()[rows.split == SPLIT_CODES["train"]])
     checks.check_splits_not_empty(recipe, counts)  # again, since rows with an unknown label were quarantined
     if recipe.data.out_of_scope_label is not None:
         labels = filter_column(rows.table["label"], rows.split == SPLIT_CODES["valid"]).to_pylist()
@@ -145,13 +158,31 @@ def commit_store(
         truncated=int(rows.table["truncated"].to_numpy(zero_copy_only=False)[rows.split < OUT_OF_SCOPE_CODE].sum()),
         quarantined=len(bad.rows),
         files=_write_indexes(writer.folder, job, source, rows, targets)
-        | {f"shards/{row['shard']}": row["entry"] for row in shard_rows},
+        | {f"shards/{row['shard']}": row["entry"] for row in shard_rows if row["shard"]},
         sources=hash_sources(recipe, source, job.model),
         facts=dict(head.facts),
         copies=int(rows.is_copy.sum()),
         out_of_scope_rows=int((rows.split == OUT_OF_SCOPE_CODE).sum()),
+        selection=selection,
     )
     return writer.commit(manifest)
+
+
+def reassign_folds(job: TokenizeJob, rows: _ShardRows) -> None:
+    """Assign the fold of the job to the rows, whatever fold their shards were written for. Augmented copies belong to
+    the training rows of one fold: their shards are not used for another."""
+    if SPLIT_HASH not in rows.table.column_names:
+        return
+    hashes, strata = rows.table[SPLIT_HASH].to_pylist(), rows.table[STRATUM].to_pylist()
+    labels, places = rows.table["label"].to_pylist(), np.flatnonzero(rows.split != QUARANTINED_CODE).tolist()
+    fold_splits = job.splits
+    if job.recipe.data.stratify is not None:
+        survey = splits.RowSurvey.from_values((strata[place], hashes[place], None) for place in places)
+        fold_splits = replace(fold_splits, strata=survey.stratify(fold_splits))
+    for place in places:
+        split = fold_splits.assign_by_hash("train", hashes[place], strata[place])
+        is_out_of_scope = split == "train" and labels[place] == job.recipe.data.out_of_scope_label
+        rows.split[place] = OUT_OF_SCOPE_CODE if is_out_of_scope else SPLIT_CODES[split]
 
 
 def _build_targets(task: base.Task, head: Head, rows: _ShardRows) -> dict[str, list[RaggedArray]]:
@@ -199,6 +230,8 @@ def _write_indexes(
     lengths = rows.table["length"].to_numpy()
     names = [source.files[number].uri.removeprefix("file://") for number in rows.file_numbers]
     index = {"row_id": row_ids, "shard": rows.shard, "offset": rows.offset, "length": lengths}
+    if "weight" in rows.table.column_names:
+        index["weight"] = rows.table["weight"].to_numpy()
     files: dict[str, FileEntry] = {}
 
     def write_file(name: str, columns_of_file: Mapping[str, Any]) -> None:
@@ -217,6 +250,9 @@ def _write_indexes(
             column = f"{name}{store.SLICE_SUFFIX}" if name in store.ORIGIN_COLUMNS else name
             origins[column] = filter_column(rows.table[SLICE_PREFIX + name], mask)
         write_file(f"rows-{split}.arrow", origins)
+        if split == "train" and "sampling_value" in rows.table.column_names:
+            values = filter_column(rows.table["sampling_value"], mask).combine_chunks().dictionary_encode()
+            write_file(store.SAMPLING_FILE, {"value": values})
         if split != "train" and "text_key" in rows.table.column_names:
             in_training_set = pa.array(_find_in_training_set(rows, mask))
             write_file(f"in-training-set-{split}.arrow", {"in_training_set": in_training_set})

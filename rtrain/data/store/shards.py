@@ -7,7 +7,7 @@ A shard is a table of up to `SHARD_ROWS` rows. The commit (`rtrain.data.store.co
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from types import MappingProxyType
@@ -40,6 +40,8 @@ MAX_KEPT_CHARACTERS = 2000
 """Most characters that are stored of each text of an evaluation row, for reports."""
 SLICE_PREFIX = "slice:"
 """The shards' columns for `data.slices` begin with this."""
+SPLIT_HASH, STRATUM = "split_hash", "stratum"
+"""The shards' columns with `data.folds`: hash and stratum of a row, which decide its split."""
 
 
 @dataclass(frozen=True)
@@ -58,30 +60,34 @@ class TokenizeJob:
 
 def write_shards(task_row: dict[str, Any], job: TokenizeJob) -> Iterator[dict[str, Any]]:
     """Write the shards of one of `read_tasks.plan_tasks`; yields the `number`, `shard` (name) and manifest `entry`
-    of each.
+    of each, and counts of rows (`row_reader.ReadCounts`).
 
     Shards are hashed here and not at the commit, since the data tasks run in parallel. A last entry without a name
     reports that the file's bytes differ from the digest in the store's address.
     """
     (source_file, part), hasher = parse_task(task_row), hashlib.sha256()
+    number, counts, no_counts = task_row["number"], row_reader.ReadCounts(), asdict(row_reader.ReadCounts())
     try:
-        for name, entry in _iter_shards(task_row["number"], source_file, part, job, hasher):
-            yield {"number": task_row["number"], "shard": name, "entry": entry}
+        for name, entry in _iter_shards(task_row, job, hasher, counts):
+            yield {"number": number, "shard": name, "entry": entry, **no_counts}
+        if counts != row_reader.ReadCounts():
+            yield {"number": number, "shard": "", "entry": None, **asdict(counts)}
         actual_sha256 = hasher.hexdigest()
     except Exception:  # a file that is changed during reading can raise anything
         actual_sha256 = file_ranges.hash_part(source_file.uri, source_file.format, part)
         if actual_sha256 == task_row["sha256"]:
             raise
     if actual_sha256 != task_row["sha256"]:
-        yield {"number": task_row["number"], "shard": "", "entry": FileEntry(size=0, sha256=actual_sha256)}
+        yield {"number": number, "shard": "", "entry": FileEntry(size=0, sha256=actual_sha256), **no_counts}
 
 
 def _iter_shards(
-    number: int, source_file: SourceFile, part: file_ranges.FilePart, job: TokenizeJob, hasher: "hashlib._Hash"
+    task_row: dict[str, Any], job: TokenizeJob, hasher: "hashlib._Hash", counts: row_reader.ReadCounts
 ) -> Iterator[tuple[str, FileEntry]]:
+    number, (source_file, part) = task_row["number"], parse_task(task_row)
     encoder = _FileEncoder(job, source_file.role, paraphrase.read_rewritten(job.folder, number))
     task = encoder.task
-    rows = row_reader.read_rows(source_file, job.recipe.data, part, hasher)
+    rows = row_reader.read_rows(source_file, job.recipe.data, part, hasher, counts)
     if (head := job.head) is not None:
         rows = (row._replace(label=task.placeholder_label(row.text, head)) for row in rows)
     if task.packs_text:
@@ -171,11 +177,19 @@ class _FileEncoder:
             SLICE_PREFIX + name: pa.array([row.slices[index] if row.slices else "" for row in batch])
             for index, name in enumerate(data.slices)
         }
+        if data.weight_column is not None:
+            extra_columns["weight"] = pa.array([row.weight for row in batch], pa.float64())
+        if data.sampling is not None:
+            extra_columns["sampling_value"] = pa.array([row.sampling_value for row in batch])
         if data.id is not None:
             extra_columns["id"] = pa.array([row.id for row in batch])
         if not self.task.packs_text:  # block borders depend on the texts before: equal texts give no equal blocks
             extra_columns["text_key"] = pa.array([compute_text_key(row) for row in batch], pa.uint64())
-        keep_text = [row.split in EVAL_CODES for row in rows]
+        keeps_folds = supports_fold_views(self._job.recipe)
+        if keeps_folds:
+            extra_columns[SPLIT_HASH] = pa.array([hash_content(row)[0] for row in batch], pa.uint64())
+            extra_columns[STRATUM] = pa.array([replace_surrogates(row.stratum or "") for row in batch])
+        keep_text = [keeps_folds or row.split in EVAL_CODES for row in rows]
         return pa.table(
             {
                 "ids": _make_list_column([row.ids for row in encoded]),
@@ -223,6 +237,11 @@ class _FileEncoder:
         encoded = self.task.encode(tokenizer, [row.text for row in rows], pairs, max_windows)
         tokenizer.encode_special_tokens = original_setting
         return encoded
+
+
+def supports_fold_views(recipe: Recipe) -> bool:
+    """Whether another fold may be a view of the same shards (`rtrain.data.store.fold_view`)."""
+    return recipe.data.folds is not None and not (recipe.augment.is_active or base.get_task(recipe.task).packs_text)
 
 
 def _truncate_texts(texts: Sequence[str | None], keep_text: Sequence[bool]) -> pa.Array:

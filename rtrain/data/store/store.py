@@ -4,6 +4,7 @@
     manifest.json               written last: its presence means complete; size and SHA-256 of indexes, rows and shards
     index-{train,valid,test}.arrow   one table row per row: row_id, shard, offset, length (tokens), targets
     rows-{train,valid,test}.arrow    origin of each row (source, line), and its values of data.slices
+    sampling-train.arrow        values of the column of data.sampling
     in-training-set-{valid,test}.arrow  whether each row is a training row too
     shards/<file>-<part>.arrow       tokens (ids; windows: length and pair start of each), the columns of the index, and
                                      the beginning of the texts of evaluation rows
@@ -18,10 +19,10 @@ import json
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +52,19 @@ ORIGIN_COLUMNS, SLICE_SUFFIX = ("source", "line", "id"), " (slice)"
 """Columns of `rows-*.arrow` with the origin and the id of a row; and the suffix of a slice with one of these names."""
 
 
+SAMPLING_FILE = "sampling-train.arrow"
+
+
+class SamplingGroups(NamedTuple):
+    """Training rows by their value of a column; values in alphabetic order."""
+
+    values: tuple[str, ...]
+    sizes: tuple[int, ...]
+    """Rows of each value."""
+    members: Ints
+    """Positions of the rows, value after value."""
+
+
 @dataclass(frozen=True)
 class StoreManifest:
     """The contents of `manifest.json`. `rows` and `tokens` count by split."""
@@ -76,6 +90,8 @@ class StoreManifest:
     unlabeled: Mapping[str, int] = field(default_factory=dict)
     """Counts of unlabeled training rows, which come after the labeled ones (`rtrain.data.unlabeled`): `rows` are
     trained on; `low_confidence`, `duplicates` and `bad` are not. Empty without unlabeled rows."""
+    selection: Mapping[str, int] = field(default_factory=dict)
+    """Counts of rows that the settings of `data` have left out or changed (`row_reader.ReadCounts`), without zeros."""
 
     @property
     def head(self) -> Head:
@@ -145,6 +161,28 @@ class Store:
         if positions is None and self.num_labeled(split) < self.num_rows(split):
             return read_list_column(array.chunk(0).slice(0, self.num_labeled(split)))
         return read_list_column(array.chunk(0), positions)
+
+    def row_weights(self, split: str, positions: Ints | None = None) -> npt.NDArray[np.float64] | None:
+        """The weights of the rows at `positions` (None: all) by `data.weight_column`; None without that column."""
+        if "weight" not in self._open_index(split).column_names:
+            return None
+        return self.column(split, "weight")[slice(None) if positions is None else positions]
+
+    def read_targets(self, split: str, positions: Ints) -> TokenBatch:
+        """The rows at `positions` without their tokens: targets, ids and weights."""
+        targets, empty = self.targets(split, positions), np.empty(0, dtype=np.int32)
+        ids, no_logits = self.column(split, "row_id")[positions], np.empty((len(positions), 0), dtype=np.float32)
+        tokens = TokenBatch(empty, empty, empty, empty, targets.values, targets.counts, ids, no_logits)
+        return replace(tokens, row_weights=self.row_weights(split, positions))
+
+    @cached_property
+    def sampling_groups(self) -> SamplingGroups:
+        """The training rows by their value of the column of `data.sampling`, for stores with that column."""
+        column = self._open_table(SAMPLING_FILE)["value"].combine_chunks()
+        codes, names = column.indices.to_numpy(), column.dictionary.to_pylist()
+        by_name = np.argsort(np.argsort(names, kind="stable"))[codes]
+        members = np.argsort(by_name, kind="stable")
+        return SamplingGroups(tuple(sorted(names)), tuple(np.bincount(by_name, minlength=len(names)).tolist()), members)
 
     def num_targets(self, split: str) -> int:
         """Number of targets of all rows; the targets are not read."""
@@ -246,6 +284,7 @@ class Store:
             row_ids=self.column(split, "row_id")[positions],
             teacher_logits=np.empty((len(positions), 0), dtype=np.float32),
             is_unlabeled=positions >= num_labeled if num_labeled < self.num_rows(split) else None,
+            row_weights=self.row_weights(split, positions),
         )
 
     def used_ids(self) -> Ints:

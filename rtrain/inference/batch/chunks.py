@@ -17,7 +17,7 @@ import pyarrow as pa
 from rtrain.config import DataConfig
 from rtrain.core.errors import UserError
 from rtrain.data import file_ranges, row_reader, sources
-from rtrain.data.readers import tabular
+from rtrain.data.readers import annotations, tabular
 from rtrain.data.row_reader import DataSource, SourceRow
 from rtrain.data.sources import SourceFile
 from rtrain.inference.batch import formats
@@ -103,7 +103,8 @@ def survey_files(source: DataSource, data: DataConfig) -> FileSurvey:
 
 def _survey_rows(source_file: SourceFile, data: DataConfig) -> FileSurvey:
     chunks: list[Chunk] = []
-    column_types = {} if source_file.format == "jsonl" else formats.file_column_types(source_file)
+    has_json_values = source_file.format in ("jsonl", *annotations.FORMATS)
+    column_types = {} if has_json_values else formats.file_column_types(source_file)
     rows, text_bytes, current_chunk = 0, 0, Chunk(0, 0, 0)
     for (start_byte, lines_before, rows_to_skip), (_, row) in _rows_with_position(source_file, data):
         if rows == MAX_CHUNK_ROWS or text_bytes > CHUNK_BYTES:
@@ -113,7 +114,7 @@ def _survey_rows(source_file: SourceFile, data: DataConfig) -> FileSurvey:
         if isinstance(row, str):
             continue
         text_bytes += sum(len(value) for value in row.values() if isinstance(value, str))
-        if source_file.format == "jsonl":
+        if has_json_values:
             for name, value in row.items():
                 column_types[name] = formats.common_type(column_types.get(name, pa.null()), formats.json_type(value))
     if rows:
@@ -216,7 +217,8 @@ class _ArrowRowReader:
             batches.append(self._next_batch(rows))
             rows -= batches[-1].num_rows
         table = pa.Table.from_batches(batches)
-        texts = [name for name in (self._data.text, self._data.text_pair) if name]
+        data = self._data
+        texts = [*data.text_columns, *([data.text_pair] if data.text_pair else []), *data.features]
         return check_rows(
             enumerate(tabular.iter_table_rows(table, texts), first_row + 1), table, self._data, self._unit
         )

@@ -123,7 +123,8 @@ def _prepare_job(request: BatchRequest, format: Format, on_event: OnEvent) -> tu
     columns_of_scores = dict.fromkeys(
         ("label", "separator", "group_column", "split_column", "out_of_scope_label", "id")
     )
-    data = data.model_copy(update={**columns_of_scores, "slices": ()})
+    # Every row is answered, also where data.where leaves rows out of a training.
+    data = data.model_copy(update={**columns_of_scores, "slices": (), "labels": {}, "where": None})
     answer_columns = request.answer_columns(loaded_artifact)
     rows_source = row_reader.inspect_source(data)
     on_event({"kind": "stage", "text": "counting rows"})

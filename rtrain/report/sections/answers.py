@@ -47,7 +47,7 @@ def _build_score_table(run: RunData, scores: Mapping[str, Any]) -> Table:
     # A negated error is for comparisons; the table has the error itself.
     left_out = ("neg_", *(outputs.REFERENCE_PREFIXES if scores["output"] == "summary" else ()))
     rows = [
-        (humanize_score_name(name), _format_score(value), _format_interval(ends.get(name)))
+        (humanize_score_name(name), _format_score(value), format_interval(ends.get(name)))
         for name, value in scores["scores"].items()
         if name != "rows" and not name.startswith(left_out)
     ]
@@ -58,7 +58,7 @@ def _build_score_table(run: RunData, scores: Mapping[str, Any]) -> Table:
     return Table("Scores with intervals", ("score", "value", "95 % interval"), rows, note)
 
 
-def _format_interval(ends: tuple[float, float] | None) -> str:
+def format_interval(ends: Sequence[float] | None) -> str:
     """Format the interval, or `-` if its ends are equal: resamples of equal rows are equal."""
     return "-" if ends is None or ends[0] == ends[1] else " to ".join(map(_format_score, ends))
 

@@ -44,6 +44,8 @@ def _describe_split(run: RunData) -> str:
     data = run.config.recipe.data
     if data.split_column is not None:
         return f"The column {data.split_column} is the split of each row."
+    if data.split_time is not None:
+        return f"The test rows are the newest by the column {data.split_time.column}, the validation rows those before."
     split_files = [
         SPLIT_NAMES[split] for split, path in (("valid", data.valid), ("test", data.test)) if path is not None
     ]
@@ -56,6 +58,8 @@ def _describe_split(run: RunData) -> str:
         "changes and "
     )
     text += f"equal {unit if data.group_column is None else 'value'}s never straddle it."
+    if data.stratify is not None:
+        text += f" Each value of {data.stratify} has its share of each split."
     if data.validation_fold:
         text += f" The validation rows are fold {data.validation_fold} of the possible ones, counted from 0."
     if data.folds is not None and data.test is None:

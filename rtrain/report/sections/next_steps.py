@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet
 
+from rtrain.config import Recipe
 from rtrain.core.run_folder import Run
 from rtrain.inference import artifact
 from rtrain.metrics import per_class
@@ -16,6 +17,7 @@ from rtrain.report.advice import BaselineComparison, RunFacts, WeakSlice, WorstL
 from rtrain.report.collect import RunData
 from rtrain.report.page import Block, Note, RecommendationList
 from rtrain.report.sections import answers, run_details
+from rtrain.tasks.base import get_task
 
 MIN_SUSPECT_CONFIDENCE = 0.9
 """Least confidence of a wrong answer with a suspect label."""
@@ -63,6 +65,9 @@ def collect_facts(run: RunData) -> RunFacts:
         weak_slice=_find_weak_slice(run),
         worst_label=_find_worst_label(run),
         confused_pair=_find_confused_pair(run),
+        collapsed_answer=next((entry["answer"] for entry in (run.scores or {}).get("collapsed", ())), ""),
+        peak_lr=run.config.recipe.peak_lr,
+        has_class_weights=_has_class_weights(run.config.recipe),
         suspect_rows=tuple(_find_suspect_rows(run)),
         has_student=bool(run.config.recipe.distill.teacher)
         or run.folder.with_name(f"{run.folder.name}-student").is_dir(),
@@ -71,6 +76,12 @@ def collect_facts(run: RunData) -> RunFacts:
         rejection_reason=_find_refusal(Run(run.folder)),
         is_student=bool(run.config.recipe.distill.teacher),
     )
+
+
+def _has_class_weights(recipe: Recipe) -> bool | None:
+    """`RunFacts.has_class_weights`; None for students too, whose labels are not weighed."""
+    can_weigh = get_task(recipe.task).weighting == "classes" and recipe.distill.teacher is None
+    return recipe.train.class_weights != "none" if can_weigh else None
 
 
 def _find_refusal(run: Run) -> str:
@@ -150,7 +161,8 @@ def headline_split(run: RunData) -> str | None:
 def _epoch_losses(run: RunData) -> tuple[float | None, float | None]:
     """Return (training loss of the last epoch, mean loss of the held-out rows) if both are the plain loss of a text."""
     recipe, answers = run.config.recipe, run.answers
-    if run.output != "classes" or recipe.train.label_smoothing or recipe.distill.teacher or answers is None:
+    is_plain = not (recipe.train.label_smoothing or recipe.distill.teacher or recipe.has_weighted_loss)
+    if run.output != "classes" or not is_plain or answers is None:
         return None, None
     finite_losses = answers.loss[np.isfinite(answers.loss)]
     per_epoch, progress = run.steps_per_epoch() or 1, run_details.last_event_per_step(run.events_of_kind("progress"))

@@ -3,8 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from rtrain.metrics import per_class
+from rtrain.metrics import operating_points, per_class
 from rtrain.metrics.registry import get_metric
+from rtrain.report import event_messages
 from rtrain.report.collect import RunData
 from rtrain.report.page import Block, Note, Section, Table, Tile
 from rtrain.report.sections import answers, next_steps, outputs
@@ -28,6 +29,8 @@ MAX_LOCATION_CHARS = 90
 def build_section(run: RunData) -> Section:
     blocks = [
         _build_score_table(run),
+        *_build_point_table(run),
+        *_build_early_stop_note(run),
         *_build_collapsed_notes(run),
         *_build_mistake_table(run),
         next_steps.build_block(run),
@@ -45,6 +48,36 @@ def _build_collapsed_notes(run: RunData) -> list[Block]:
             "another one: it hardly tells rows apart."
         )
         for entry in entries
+    ]
+
+
+def _build_point_table(run: RunData) -> list[Block]:
+    """The labels with an operating point: recall and precision on validation and test rows."""
+    rows, statements = list[Sequence[str | int]](), list[str]()
+    for split, points in run.summary.get("operating_points", {}).items():
+        name = answers.SPLIT_NAMES[split]
+        for point in points:
+            figures = [
+                f"{point[score]:.3f} ({answers.format_interval(point['intervals'].get(score))})"
+                for score in ("recall", "precision")
+            ]
+            request = f"{point['requested']} {point['requested_value']:g}"
+            rows.append((name, point["label"], request, f"{point['threshold']:.4g}", *figures, point["rows"]))
+            statements += [operating_points.format_operating_point(point, name)] if split == "valid" else []
+    note = (
+        "A text with at least this score gets the label. The threshold is chosen on the validation rows, so the test "
+        f"rows alone say what to expect; 95 % bootstrap intervals. {'. '.join(statements)}."
+    )
+    columns = ("rows", "label", "requested", "threshold", "recall", "precision", "rows of the label")
+    return [Table("Operating points", columns, rows, note, wide=True)] if rows else []
+
+
+def _build_early_stop_note(run: RunData) -> list[Block]:
+    return [
+        Note(
+            f"The training {event_messages.format_event(event)}. The learning rate followed the schedule of all steps."
+        )
+        for event in run.events_of_kind("early_stop")[-1:]
     ]
 
 

@@ -119,7 +119,8 @@ def score_series(events: Sequence[Event]) -> dict[str, list[tuple[float, float]]
 
 def _build_score_charts(run: RunData) -> list[Block]:
     evaluations = run.events_of_kind("evaluated")
-    valid = score_series(last_event_per_step([event for event in evaluations if event["split"] == "valid"]))
+    curve = [event for event in evaluations if event["split"] == "valid" and "calibration" not in event]
+    valid = score_series(last_event_per_step(curve))
     best, blocks = run.summary["best_step"], list[Block]()
     # A constant score needs no curve; the table below lists it.
     changing_scores = {name: values for name, values in valid.items() if len({value for _, value in values}) > 1}

@@ -81,7 +81,7 @@ def select_files(run: Run, int8: bool = False, with_texts: bool = True) -> tuple
         run.lock,
         run.stop_request,
         run.placement_group,
-        run.folder / trackers.RUN_ID_FILE,
+        run.folder / trackers.STATE_FILE,
         *([run.artifact] if int8 else []),
     )
     included: list[str] = []

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from rtrain.config.recipe import TASKS
+from rtrain.core import plugins
 from rtrain.core.events import ROW_EVENTS
 from rtrain.core.run_folder import ARTIFACT_FILE, Run
 from rtrain.metrics.registry import get_metric, split_sign
@@ -35,7 +36,7 @@ CHECKPOINTS, ARTIFACTS, RAY, LEFTOVERS, TRIALS, RUN_RECORDS, WHEELS, OTHER_FILES
 `trials`: trials, and a trial's predictions at rungs; `wheels`: from an import; `other files`: not rtrain's."""
 RECORD_PATTERN = re.compile(
     r"config\.yaml|events\.jsonl|decisions\.json|summary\.json|report\.html|baselines\.json|trials\.jsonl|demo\.json"
-    r"|best\.yaml|search\.html|study\.(json|html)|mlflow\.json|lock|stop_request|placement_group|\.stop_slots"
+    r"|best\.yaml|search\.html|study\.(json|html)|trackers\.json|lock|stop_request|placement_group|\.stop_slots"
     r"|profile-\d+\.json"
     r"|scores-\w+\.json|predictions-[\w.-]+\.parquet|hang-\d+\.txt|[\w.-]+-\d{8}-\d{6}\.txt"
 )
@@ -224,7 +225,7 @@ def read_search(run: Run, name: str) -> RunInfo:
 
 def _headline_score(task: str, log: list[Event]) -> HeadlineScore | None:
     """Return the headline score on the test rows, else the best one on the validation rows."""
-    if task not in TASKS:  # a task of another rtrain version
+    if task not in (*TASKS, *plugins.list_names("task")):  # of another rtrain version, or of a plug-in
         return None
     headline = get_metric(base.get_task(task).output).headline
     values_by_split = [

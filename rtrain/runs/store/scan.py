@@ -12,7 +12,7 @@ from pathlib import Path
 
 from rtrain.core import atomic_write, hub
 from rtrain.core.errors import UserError
-from rtrain.core.run_folder import Run
+from rtrain.core.run_folder import ROWS_FOLDER, Run
 from rtrain.runs.store import run_info
 from rtrain.runs.store.run_info import RunInfo
 
@@ -24,6 +24,7 @@ CATEGORY_BY_FOLDER = {
     STUDENTS_FOLDER: "start of a student",
     VOCABULARIES_FOLDER: "trimmed model",
     COPIES_FOLDER: "copies of rows",
+    ROWS_FOLDER: "rows from Python",
     hub.COPY_FOLDERS["model"]: "copy of a model",
     hub.COPY_FOLDERS["dataset"]: "copy of a data set",
 }
@@ -189,9 +190,14 @@ def _used_names(info: RunInfo, folder: str) -> set[str]:
         return {info.trimmed_model.name} if info.trimmed_model else set()
     if folder == COPIES_FOLDER:
         return {Path(info.augmented_rows_path).parent.name} if info.augmented_rows_path else set()
+    if folder == ROWS_FOLDER:
+        return {Path(source).parent.name for source in info.data_sources}
     kind: hub.RepoType = "model" if folder == hub.COPY_FOLDERS["model"] else "dataset"
     names = [info.model] if kind == "model" else info.data_sources
-    return {hub.copy_folder(kind, name, Path()).name for text in names if (name := hub.parse_hub_name(text))}
+    copied_rows = {Path(text).parent.name for text in names}  # of a database (`rtrain.data.tables`)
+    return copied_rows | {
+        hub.copy_folder(kind, name, Path()).name for text in names if (name := hub.parse_hub_name(text))
+    }
 
 
 def find_dead_drafts(folder: Path) -> list[Path]:

@@ -4,6 +4,8 @@ import contextlib
 import http.server
 import re
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from concurrent import futures
@@ -15,9 +17,9 @@ import pytest
 
 from rtrain import config, ray_internals
 from rtrain.cluster import connection
-from rtrain.cluster.connection import session
 from rtrain.config import Config
 from rtrain.core.errors import ConfigError, UserError
+from tests.support.root import ROOT
 
 
 def config_with_address(value: str) -> Config:
@@ -133,12 +135,26 @@ def test_a_head_that_runs_is_let_through_and_its_node_s_port_is_not(ray_session:
     assert refused(port) == "not_ray"
 
 
-@pytest.mark.ray
-def test_a_session_says_where_it_connects_before_it_tries(tmp_path: Path, ray_session: Path) -> None:
-    messages: list[dict[str, Any]] = []
-    with session(config_with_address("127.0.0.1:1"), tmp_path, messages.append):
-        pass  # this process has a Ray already, and keeps it
-    assert len(messages) == 1
+CONNECTING = """
+import sys
+from pathlib import Path
+from rtrain import config
+from rtrain.cluster.connection import session
+from rtrain.core.errors import UserError
+events = []
+try:
+    with session(config.load_config("intent", {"cluster.address": "127.0.0.1:1"}), Path(sys.argv[1]), events.append):
+        pass
+except UserError as error:
+    print(len(events), *(problem.code for problem in error.problems))
+"""
+
+
+def test_a_session_says_where_it_connects_before_it_tries(tmp_path: Path) -> None:
+    """In a process without Ray: one that has it keeps it."""
+    command = [sys.executable, "-c", CONNECTING, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert ended.stdout.split() == ["1", "unreachable"]
 
 
 class Closed(grpc.GenericRpcHandler):  # type: ignore[misc]  # it has no types

@@ -23,6 +23,8 @@ from tests.unit.cluster.test_jobs import checkout  # noqa: F401
         (["--data", "code.py", "--valid", "*.py"], False),
         (["--data", "owner/rows", "--model", "owner/encoder"], False),
         (["--data", "/shared/rows.csv", "--model", "minilm"], False),
+        (["--plugin", "my_company.ext", "--plugin", "my_ext.py"], True),
+        (["--plugin", "my_company.ext", "--plugin", "code.py"], False),
     ],
 )
 def test_relative_paths_of_a_job_are_among_the_files_that_it_takes_along(
@@ -49,9 +51,13 @@ def test_a_pod_has_no_files_of_the_current_folder(run: Cli, tmp_path: Path) -> N
 STOPPED = """
 import os, signal, sys
 from pathlib import Path
+import typer
+from rtrain.api import process
+from rtrain.cli import app, options
 from rtrain.core import signals
-from rtrain.cli import options
-with signals.raise_on_sigterm(), options.resume_hint_on_interrupt(Path(sys.argv[1]), "train"):
+from rtrain.report import PhaseTimer
+context = typer.Context(typer.main.get_command(app.app), obj=PhaseTimer())
+with signals.raise_on_sigterm(), options.follow_verb(context, "train"), process.name_interrupted_run(Path(sys.argv[1])):
     os.kill(os.getpid(), signal.SIGTERM)
 """
 

@@ -9,6 +9,7 @@ import pytest
 
 from rtrain import config
 from rtrain.config import Recipe
+from rtrain.config.recipe import NEUTRAL_DATA_SETTINGS
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.data import row_reader, sources
 from rtrain.data.row_reader import SourceRow
@@ -86,9 +87,8 @@ def test_neutral_settings_are_no_part_of_a_store_s_address(tmp_path: Path) -> No
     assert "validation_fold" not in recipe.weight_settings()["data"]
     model, source = make_encoder(tmp_path / "encoder"), row_reader.inspect_source(recipe.data)
     expected = recipe.data.model_dump(mode="json", exclude={"path", "valid", "test", "max_bad_rows"})
-    assert expected.pop("validation_fold") == 0
-    for name in ("id", "out_of_scope_label", "delimiter", "escape"):
-        del expected[name]
+    for name, value in NEUTRAL_DATA_SETTINGS.items():
+        assert expected.pop(name) == value
     text = json.dumps({"schema": SCHEMA_VERSION, "task": recipe.task, **expected}, sort_keys=True)
     made_of = source.digest(), sources.hash_tokenizer(model), text
     assert builder.compute_digest(recipe, source, model) == hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]

@@ -91,8 +91,8 @@ def test_too_large_is_refused() -> None:
 
 def test_a_student_has_limits_of_its_own() -> None:
     shared: dict[str, Any] = {"min_speedup": 1.5, "max_megabytes": 17.0, "max_memory_mb": 170.0}
-    drops = {"max_score_drop": 0.02, "max_slice_drop": 0.12, "max_negative_flips": 0.022}
-    student_drops = {"max_score_drop": 0.07, "max_slice_drop": 0.17, "max_negative_flips": 0.027}
+    drops: dict[str, Any] = {"max_score_drop": 0.02, "max_slice_drop": 0.12, "max_negative_flips": 0.022}
+    student_drops: dict[str, Any] = {"max_score_drop": 0.07, "max_slice_drop": 0.17, "max_negative_flips": 0.027}
     settings = GateConfig(**drops, **{f"student_{name}": value for name, value in student_drops.items()}, **shared)
     assert decision.make_limits(settings, is_student=True) == GateLimits(**student_drops, **shared)
     assert decision.make_limits(settings, is_student=False) == GateLimits(**drops, **shared)
@@ -154,3 +154,31 @@ def test_one_more_fault_never_has_a_better_word(kinds: list[str]) -> None:
     for kind in kinds:
         before, measured = measured, changed(measured, **changes[kind])
         assert never_better(before, measured, limits, limits)
+
+
+def of_class(name: str, recall: float, support: int, predicted: int = 50, precision: float = 0.9) -> dict[str, Any]:
+    figures = {"precision": precision, "recall": recall, "f1": 0.8, "predicted": predicted}
+    return {"class": name, "support": support, "first": {**figures, "recall": 0.1}, "other": figures}
+
+
+@pytest.mark.parametrize(
+    ("expected", "result", "floors"),
+    [
+        ("promote", of_class("P1", 0.8, 40), {"min_recall": {"P1": 0.8}}),
+        ("refuse", of_class("P1", 0.5, 40), {"min_recall": {"P1": 0.8}}),
+        ("hold", of_class("P1", 0.75, 12), {"min_recall": {"P1": 0.8}}),  # it may be chance
+        ("hold", of_class("P1", 0.0, 0), {"min_recall": {"P1": 0.8}}),
+        ("hold", of_class("P2", 1.0, 90), {"min_recall": {"P1": 0.8}}),
+        ("refuse", of_class("P1", 1.0, 40, precision=0.3), {"min_precision": {"P1": 0.9}}),
+        ("hold", of_class("P1", 1.0, 40, predicted=0, precision=0.0), {"min_precision": {"P1": 0.9}}),
+        ("refuse", of_class("intent: P1", 0.5, 40), {"min_recall": {"intent/P1": 0.8}}),
+    ],
+)
+def test_a_label_below_its_floor_is_not_promoted_whatever_its_baseline_has(
+    expected: str, result: dict[str, Any], floors: dict[str, Any]
+) -> None:
+    verdict = decide(changed(classes=[result]), replace(LIMITS, **floors))
+    assert verdict.decision == expected
+    [finding] = [one for one in verdict.findings if "P1" in one.text]
+    assert finding.decision == expected
+    assert decide(changed(classes=[result]), LIMITS).decision == "promote"

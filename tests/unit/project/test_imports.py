@@ -38,7 +38,7 @@ RAY_ALLOWED = (
         "serve.replica",
         "serve.kuberay_app",
     ),
-    "tune.trial_pool",
+    *("tune.trial_pool", "tune.recipe_trainable", "tune.ask_search", "tune.freeze_thaw"),
 )
 # At module level: serving and the command line must start without them.
 HEAVY = ("torch", "transformers", "openvino", "nncf", "sklearn", "scipy", "datasets", "ray")
@@ -92,6 +92,7 @@ def test_tables_name_only_modules_that_exist() -> None:
         "rtrain.tasks.classification",
         "rtrain.trainer.trainer",
         "serve.app",
+        "tune",
     ],
 )
 def test_importing_is_light(module: str) -> None:

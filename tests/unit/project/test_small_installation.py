@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+import rtrain
+from rtrain.inference import mlflow_model
+from rtrain.inference.predictor import Predictor
 from tests.conftest import labelled_rows, write_rows
 from tests.serve.test_deployment import openvino_artifact
 from tests.support.root import ROOT
@@ -27,6 +30,11 @@ from rtrain.evaluation import inspect_artifact
 from rtrain.inference import artifact, predictor
 names = [f"rtrain.tasks.{one.name}" for one in pkgutil.iter_modules(rtrain.tasks.__path__)]
 print(*(importlib.import_module(name).__name__ for name in names))
+"""
+MLFLOW_ANSWERS = """
+import json, mlflow.pyfunc, pandas
+rows = pandas.DataFrame({"text": ["where is my parcel"]})
+print(json.dumps(mlflow.pyfunc.load_model(sys.argv[2]).predict(rows).to_dict("list")))
 """
 
 
@@ -55,6 +63,30 @@ def test_an_int8_artefact_is_answered_and_inspected_by_the_core_alone(int8: Path
     done = only(PROJECT["dependencies"], "inspect", str(int8), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["engine"] == "openvino"
+
+
+def test_an_int8_artifact_in_mlflow_needs_the_core_and_mlflow_alone(int8: Path, tmp_path: Path) -> None:
+    mlflow_model.save_model(int8, tmp_path / "model")
+    requirements = (tmp_path / "model" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    assert requirements[0] == f"rtrain=={rtrain.__version__}"
+    names = [*PROJECT["dependencies"], *PROJECT["optional-dependencies"]["mlflow"]]
+    assert modules_of(names) & (HEAVY - {"pandas"}) == set()
+    done = only(names, str(tmp_path / "model"), script=RESTRICTED.partition("from rtrain.cli")[0] + MLFLOW_ANSWERS)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["label"] == [Predictor.load(int8)(["where is my parcel"])[0][0]["label"]]
+
+
+def test_python_loads_an_int8_artefact_with_the_core_alone(int8: Path) -> None:
+    script = f"""
+import rtrain
+model = rtrain.load({str(int8)!r})
+texts = ["where is my parcel", "money back"]
+print(sorted(model.predict(texts)[0]), [len(entries) for entries in model.predict(texts, top=2)])
+print(model.logits(texts)[0].ndim)
+"""
+    done = only(PROJECT["dependencies"], script=RESTRICTED.partition("from rtrain.cli")[0] + script)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.strip() == "['label', 'score'] [2, 2]\n1"
 
 
 def test_every_task_is_answered_by_the_core_alone() -> None:

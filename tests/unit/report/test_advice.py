@@ -91,6 +91,11 @@ CALLS: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"truncated_rows": 19},
         AGAIN.format("data.max_tokens=128"),
     ),
+    "separate_answers": (
+        {"collapsed_answer": "usual", "has_class_weights": False},
+        {"has_class_weights": False},
+        AGAIN.format("train.class_weights=balanced"),
+    ),
     "beat_baseline": (
         {"baseline_comparison": BaselineComparison(0.95, (0.93, 0.97), "TF-IDF", 0.94)},
         {"baseline_comparison": BaselineComparison(0.95, (0.93, 0.97), "TF-IDF", 0.92)},
@@ -136,6 +141,14 @@ def test_long_texts_are_read_in_windows_where_no_encoder_is_longer(facts: dict[s
     step = advice.increase_max_tokens(replace(FINE, truncated_rows=500, **facts))
     assert step is not None
     assert step.command == AGAIN.format(setting)
+
+
+@pytest.mark.parametrize("has_class_weights", [True, None])
+def test_a_collapsed_model_of_weighted_or_no_labels_learns_slower(has_class_weights: bool | None) -> None:
+    facts = replace(FINE, collapsed_answer="usual", has_class_weights=has_class_weights, peak_lr=4e-4)
+    step = advice.separate_answers(facts)
+    assert step is not None
+    assert step.command == AGAIN.format("optim.lr=0.000100")
 
 
 def test_validation_that_was_best_early_calls_for_less_training() -> None:

@@ -202,3 +202,29 @@ def test_a_run_that_goes_on_shows_its_newest_validation(tmp_path: Path) -> None:
     result = table(outcome.build_section(read(run)), "Validation accuracy 0.750")
     assert result.rows == [("validation", "this model", "0.7500", "-")]
     assert "No baseline was measured" in result.note
+
+
+def test_operating_points_and_an_early_end_stand_in_summary_and_page_once(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    write_predictions(run, *answers_of(LABELS, 60, right=0.6))
+    shares: dict[str, Any] = {"recall": 0.75, "precision": 0.5, "intervals": {"recall": [0.5, 1.0]}}
+    point = {"label": "parcel", "requested": "recall", "requested_value": 0.8, "threshold": 0.125, **shares}
+    point |= {"rows": 12, "predicted": 18, "is_reached": True, "exact_interval": [0.43, 0.95]}
+    stop = {"step": 12, "total_steps": 20, "patience": 2, "best_step": 8}
+    for _ in range(2):  # a worker that was killed as it wrote its artifact does so again
+        events.append_event(run, "early_stop", **stop)
+        for split in ("valid", "test"):
+            events.append_event(run, "operating_point", split=split, **point)
+    data = read(run)
+    assert data.summary["early_stop"] == stop
+    assert data.summary["operating_points"] == {"valid": [point], "test": [point]}
+    result = table(outcome.build_section(data), "Operating points")
+    assert [row[:4] for row in result.rows] == [
+        ("validation", "parcel", "recall 0.8", "0.125"),
+        ("test", "parcel", "recall 0.8", "0.125"),
+    ]
+    [note] = [
+        block.text for block in outcome.build_section(data).blocks if isinstance(block, Note) and "12" in block.text
+    ]
+    assert "20" in note
+    assert not {"early_stop", "operating_points"} & read(make_run(tmp_path / "other")).summary.keys()

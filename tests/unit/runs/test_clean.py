@@ -177,7 +177,7 @@ def test_a_run_that_is_being_trained_is_left_alone(tmp_path: Path) -> None:
 def test_a_whole_run_goes_without_what_is_not_rtrain_s(tmp_path: Path) -> None:
     searched = stock.search(tmp_path / "s")
     trial = searched.trial(0)
-    names = ("best.yaml", "search.html", "mlflow.json", ".stop_slots", "error-20260101-000000.txt", "config.draft")
+    names = ("best.yaml", "search.html", "trackers.json", ".stop_slots", "error-20260101-000000.txt", "config.draft")
     for path in (*(searched.folder / name for name in names), trial.profile(1)):
         path.write_text("rtrain's")
     (trial.folder / "wheels").mkdir()

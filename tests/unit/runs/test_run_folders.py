@@ -10,6 +10,7 @@ import yaml
 from rtrain import config
 from rtrain.config import Config
 from rtrain.config.data import OneOf
+from rtrain.core import plugins
 from rtrain.core.errors import ConfigError, UserError
 from rtrain.core.run_folder import Run
 from rtrain.runs import prepare, run_folders
@@ -179,7 +180,11 @@ def test_another_recipe_is_refused(used: Path) -> None:
 
 BESIDE: dict[str, dict[str, Any]] = {
     "tune.cost": {"tune.objective": "pareto"},
+    "report.mlflow_register": {"report.trackers": ["mlflow"]},
+    "train.average_best": {"train.keep_best": 3},
     "data.fold": {"data.folds": 5},
+    "data.query": {"data.path": "sqlite:///shop.db"},
+    "data.split_time": {"data.valid": None, "data.test": None, "data.valid_share": None},
     "data.valid_share": {"data.valid": None},
     "data.validation_fold": {"data.valid": None},
     "serve.tls_cert": {"serve.tls_key": "key.pem"},
@@ -224,7 +229,15 @@ def rest(name: str, value: Any) -> Iterator[Any]:
     elif isinstance(value, int | float):
         yield from (value + 1, value + 1e-3, value / 2 or 0.1)
     yield from ([{"optim.lr": 1e-4}], [7], [0.5], ["other"], "other", ";", 2, 9, 0.25)
-    yield from ({"optim.lr": [1e-4, 1e-3]}, {"for": "this"})
+    yield from (
+        {"optim.lr": [1e-4, 1e-3]},
+        {"for": "this"},
+        {"column": "lang"},
+        {"column": "time"},
+        "status = 'closed'",
+        {"a": 0.5},
+        {"label": "a", "recall": 0.5},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +247,18 @@ def frozen(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Config]:
     return folder, run_folders.write_frozen_config(Run(folder), instance(train__global_batch_size=64, **DECIDED))
 
 
+@pytest.fixture
+def registered(tmp_path: Path) -> Iterator[None]:
+    """Plug-ins with names for the settings that take these alone."""
+    head = "import rtrain\n\n\n@rtrain.register_{}('other')\ndef part(): ...\n"
+    (tmp_path / "other.py").write_text("".join(map(head.format, ("loss", "augmentation"))))
+    (tmp_path / "other_tracker.py").write_text(head.format("tracker"))
+    plugins.load_plugins([str(tmp_path / "other.py"), str(tmp_path / "other_tracker.py")])
+    yield
+    plugins.unload_plugins()
+
+
+@pytest.mark.usefixtures("registered")
 @pytest.mark.parametrize("name", sorted(set(config.iter_setting_names())))
 def test_every_setting_is_taken_by_a_resume_or_refused_by_name(frozen: tuple[Path, Config], name: str) -> None:
     """Only settings that change the weights are refused; no setting is dropped."""

@@ -238,6 +238,26 @@ def test_a_model_that_was_trained_on_pairs_names_both_tensors(tmp_path: Path) ->
     assert names == call(app, "GET", "/info").json()["fields"] == ["text", "text_pair"]
 
 
+def test_a_request_is_read_as_the_rows_of_the_training(tmp_path: Path) -> None:
+    data = {"text": ["subject", "body"], "features": ["channel", "product"], "strip_html": True}
+    folder = make_task_artifact(tmp_path / "model", "classification", HEADS["classification"], data=data)
+    app = build_app(Predictor.load(folder, threads=1), ServeConfig())
+    written = f"channel: mail\nproduct: card\n{TEXT}"
+    features = {"product": "card", "channel": "mail"}
+    request = {"text": f"<p>{TEXT}</p><script>x</script>", "features": features}
+    assert predict(app, request) == predict(app, written) != predict(app, TEXT)
+    assert predict(app, f"<p>{TEXT}</p>") == predict(app, TEXT)
+    assert call(app, "GET", "/info").json()["columns"]["text"] == "subject and body"
+    for wrong in ({"color": "red"}, {"channel": 5}, "mail"):
+        reply = call(app, "POST", "/predict", json={"inputs": ["a", {"text": "b", "features": wrong}]})
+        assert reply.status_code == 422
+        assert reply.json()["error"]["field"].startswith("inputs.1")
+    for blank in ("<p></p>", {"text": "<p></p>", "features": features}):
+        assert call(app, "POST", "/predict", json={"inputs": blank}).status_code == 422
+    long = {"text": "a", "features": {"channel": "x" * 2_000_000}}
+    assert call(app, "POST", "/predict", json={"inputs": long}).status_code == 413
+
+
 def test_who_has_no_key_learns_no_model_s_name(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     key = api_keys.add_key(path, "shop")

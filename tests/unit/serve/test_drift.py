@@ -287,3 +287,16 @@ def test_of_several_labels_the_given_ones_come_first(tmp_path: Path) -> None:
     predictor.head = Head(LABELS, {"thresholds": thresholds})
     assert predict_with(predictor, abstain=True).json()[0] == [second, first, third]
     assert predict_with(predictor, abstain=True, top_k=1).json()[0] == [second]
+
+
+def test_a_label_of_an_operating_point_comes_first_over_http_and_is_never_abstained_from(tmp_path: Path) -> None:
+    predictor = served(tmp_path, head=Head(LABELS, {"abstain": 1.0}))
+    first, second, third = predict_with(predictor).json()[0]
+    assert predict_with(predictor, abstain=True).json()[0][0]["label"] == "none"
+    for threshold, expected in ((third["score"] - 1e-6, [third, first, second]), (1.0, [first, second, third])):
+        points = [{"label": third["label"], "recall": 0.8, "threshold": threshold, "is_reached": True}]
+        predictor.head = Head(LABELS, {"abstain": 1.0, "operating_points": points})
+        assert predict_with(predictor).json()[0] == expected
+        assert predict_with(predictor, top_k=1).json()[0] == expected[:1]
+        label = predict_with(predictor, abstain=True).json()[0][0]["label"]
+        assert label == (third["label"] if expected[0] == third else "none")

@@ -8,6 +8,8 @@ from typing import Any, cast
 
 import pytest
 
+from rtrain.api import training
+from rtrain.api.process import end_ray_with_calls
 from rtrain.cli import train as verb
 from rtrain.cluster import connection
 from rtrain.report import PhaseTimer, progress, summary
@@ -29,8 +31,9 @@ def test_every_file_that_the_end_of_a_search_names_is_there(
     monkeypatch.setattr(connection, "session", lambda *arguments: nullcontext())
     monkeypatch.setattr(progress, "format_summary", lambda item, winner: "")
     monkeypatch.setattr(summary, "summarize", lambda winner: {})
-    command = verb.SearchCommand(("train", "intent"), lambda winner: "")
-    verb.run_search(cast(Any, context), settings(tmp_path, 3), instance.folder, "resume", False, command)
+    with end_ray_with_calls():
+        result = training.run_search(settings(tmp_path, 3), instance.folder, "resume")
+    verb.print_search(cast(Any, context), result, as_json=False, next_command="")
     named_settings = re.findall(rf"{tmp_path}[^\s;,]*", capsys.readouterr().out)
     assert {Path(name).name for name in named_settings} == {"best.yaml", "search.html"}
     assert all(Path(name).is_file() for name in named_settings)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from tune.history import FinalResult, History, Journal, RungResult, find_trial, replay_journal
+from tune.history import FinalResult, History, Journal, RungResult, find_trial, replay_journal, trials_table
 
 RUNG = {"trial": 0, "rung": 0, "step": 12, "rows": 768, "score": 0.5, "loss": 1.25, "seconds": 2.5}
 END = {"trial": 1, "step": 60, "rows": 3840, "score": 0.75, "holdout_score": 0.5, "holdout_rows": 90}
@@ -138,3 +138,22 @@ def test_in_which_order_slots_answer_changes_no_trial_and_a_prefix_is_the_state_
             assert replay_journal(state) == history
         replayed.append(history)
     assert replayed[0] == replayed[1]
+
+
+def test_the_table_of_trials_has_the_columns_of_ray_tune_and_fills_in_the_recipe_s_values() -> None:
+    table = trials_table(after(len(EVENTS)), {"optim.lr": 2e-4})
+    assert {len(column) for column in table.values()} == {3}
+    assert table["trial_id"] == ["trial-000", "trial-001", "trial-002"]
+    assert table["config/optim.lr"] == [2e-4, 1e-4, 1e-4]
+    assert table["config/data.text"] == [None, EVENTS[1][1]["settings"]["data.text"], None]
+    assert (table["score"], table["rows"]) == ([0.5, 0.75, None], [768, 3840, 0])
+    assert table["holdout_score"] == [None, 0.5, None]
+    assert table["training_iteration"] == [1, 2, 0]
+    assert table["status"] == ["failed", "finished", "diverged"]
+    assert table["winner"] == [False, True, False]
+
+
+def test_the_table_of_a_search_without_trials_has_its_columns() -> None:
+    table = trials_table(History())
+    assert "score" in table
+    assert not any(table.values())
