@@ -18,6 +18,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -210,7 +211,7 @@ def _load(address: str) -> Plugin:
         return _plugins[name]
     sent = None if file else _received.get(name) or _read_environment().get(name)
     # A file of the user is not on a worker's module path, unless Ray has sent it there (`list_upload_paths`).
-    if sent and Path(sent.source).is_file() and "." not in name and importlib.util.find_spec(name) is None:
+    if sent and Path(sent.source).is_file() and "." not in name and _find_spec(name) is None:
         file = sent.source
     source = _check_file(address, name, Path(file)) if file else _find_module(name)
     digest = hash_files(source)
@@ -238,11 +239,17 @@ def _read(source: Path) -> Iterator[tuple[Path, bytes]]:
 def _check_file(address: str, name: str, file: Path) -> Path:
     if not file.is_file():
         raise _make_error(address, "no such file", "write a .py file, or the name of a module", "not_found")
-    spec = importlib.util.find_spec(name) if name.isidentifier() else None
+    spec = _find_spec(name) if name.isidentifier() else None
     if not name.isidentifier() or (spec and spec.origin != str(file)):
         reason = f"{spec.origin or 'Python'} has the module name {name}" if spec else "its name is no module name"
         raise _make_error(address, reason, "rename the file, e.g. my_ext.py", "wrong_name")
     return file
+
+
+def _find_spec(name: str) -> ModuleSpec | None:
+    """The module of this name; a folder of the name without an `__init__.py`, such as a run's, is none."""
+    spec = importlib.util.find_spec(name)
+    return spec if spec is not None and spec.origin is not None else None
 
 
 def _find_module(name: str) -> Path:

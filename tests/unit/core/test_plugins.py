@@ -209,6 +209,18 @@ def test_a_worker_prefers_the_copy_that_was_sent_to_it(tmp_path: Path, monkeypat
     assert plugins.list_names("loss") == ("mine",)
 
 
+def test_a_folder_of_the_same_name_hides_no_plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as a run's, beside which workers start."""
+    (tmp_path / "runs" / "my_ext").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "runs")
+    source = write(tmp_path / "my_ext.py")
+    assert parse(source).plugins == ("my_ext",)
+    [plugin] = plugins.describe_plugins(["my_ext"])
+    plugins.unload_plugins()
+    plugins.receive_plugins([plugin])
+    assert plugins.describe_plugins(["my_ext"]) == [plugin._replace(address=source)]
+
+
 def test_a_process_that_is_reused_loads_an_edited_file_anew(tmp_path: Path) -> None:
     parse(write(tmp_path / "my_ext.py"))
     [plugin] = plugins.describe_plugins(["my_ext"])
