@@ -1,7 +1,7 @@
 """`rtrain.load`: an artifact that answers texts in this process. An int8 artifact needs the core installation alone."""
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,7 @@ class Model:
 
     def predict(
         self,
-        inputs: Sequence[str | Mapping[str, str]],
+        inputs: Iterable[str | Mapping[str, str]],
         top: int | None = None,
         batch_size: int = DEFAULT_BATCH_SIZE,
     ) -> list[Any]:
@@ -81,7 +81,7 @@ class Model:
         Raises:
             InputError: an input is no text, or empty; `position` is its index.
         """
-        texts = [inputs] if isinstance(inputs, str) else inputs
+        texts = [inputs] if isinstance(inputs, str) else list(inputs)
         thresholds = self.predictor.task.label_thresholds(self.predictor.head)
         answers = self.predictor(texts, make_parameters(self.predictor, top), batch_size=batch_size)
         if top is None and self.predictor.task.output == "classes":
@@ -89,10 +89,10 @@ class Model:
         return [select_entries(answer, thresholds, top) for answer in answers]
 
     def logits(
-        self, inputs: Sequence[str | Mapping[str, str]], batch_size: int = DEFAULT_BATCH_SIZE
+        self, inputs: Iterable[str | Mapping[str, str]], batch_size: int = DEFAULT_BATCH_SIZE
     ) -> list[npt.NDArray[np.float32]]:
         """Return the outputs of the network for each input, before probabilities and thresholds."""
-        return self.predictor.logits([inputs] if isinstance(inputs, str) else inputs, batch_size)
+        return self.predictor.logits([inputs] if isinstance(inputs, str) else list(inputs), batch_size)
 
 
 def make_parameters(predictor: "Predictor", top: int | None) -> dict[str, Any]:

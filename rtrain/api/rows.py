@@ -167,7 +167,7 @@ def _find_type_problem(field: str, value: Any) -> Problem | None:
         _is_instance(value, "pandas", "DataFrame")
         or _is_instance(value, "datasets", "Dataset")
         or _is_instance(value, "ray.data", "Dataset")
-        or hasattr(value, "__arrow_c_stream__")
+        or (hasattr(value, "__arrow_c_stream__") and not _is_instance(value, "pandas", "Series"))
         or _is_list_of_rows(value)
     )
     if is_supported:

@@ -200,5 +200,8 @@ def format_operating_point(point: Mapping[str, Any], split: str) -> str:
     )
     text += f" ({name} {value:g} requested; exact 95 % interval {low:.3f} to {high:.3f})"
     if not point["is_reached"]:
-        return f"{text}: NOT REACHED, no threshold gives this {name} on the validation rows"
+        reason = f"no threshold gives this {name}, with room for new rows, on the validation rows"
+        if name == "recall" and value < 1:
+            reason += f"; that takes {math.ceil(value / (1 - value) - 1e-9):,} or more of them with the label"
+        return f"{text}: NOT REACHED, {reason}"
     return f"{text}: too few rows to promise it" if low < value else text

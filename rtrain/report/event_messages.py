@@ -94,7 +94,7 @@ def format_quarantined_rows(event: Event) -> str:
 
 
 def format_selected_rows(event: Event) -> str:
-    texts = (("left_out", "rows are left out"), ("relabeled", "labels have another name by data.labels"))
+    texts = (("left_out", "rows are left out"), ("relabeled", "rows have another label by data.labels"))
     return "; ".join(f"{event[name]:,} {text}" for name, text in texts if event[name])
 
 
@@ -162,12 +162,12 @@ def format_running_text(event: Event) -> str:
 
 
 def format_collapsed(event: Event) -> str:
-    when = f"update {event['step']}: " if "step" in event else ""
+    when = f"step {event['step']}: " if "step" in event else ""
     return (
         f"WARNING: {when}the model answers {quote_value(event['answer'])} to {event['rows']:,} of "
         f"{event['total_rows']:,} {SPLIT_NAMES[event['split']]} rows, and to {event['other_rows_with_answer']:,} of "
         f"the {event['other_rows']:,} whose right answer is another one. Compare it with the baselines in the report; "
-        "search optim.lr, weigh rare labels (train.class_weights=balanced), or add rows of the other answers"
+        "search optim.lr, change the weights of labels (train.class_weights), or add rows of the other answers"
     )
 
 

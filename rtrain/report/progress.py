@@ -119,7 +119,7 @@ class ProgressLine:
         if kind == "started":
             self._first_progress.pop(self._trial, None)
             self._attempts[self._trial] += 1
-        elif kind in ROWS_READ_EVENTS:
+        elif kind in ROWS_READ_EVENTS or (kind == "phase_started" and event["phase"] == "folds"):
             self._attempts[self._trial] = 0  # logged once per run: the next stage of the demo is not a restart
         if kind == "search":
             self._handle_search_event(event)

@@ -109,7 +109,7 @@ def collect_scores(summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         {name: value for name, value in (summary["metrics"]["test"] or {}).items() if isinstance(value, int | float)}
         for summary in summaries
     ]
-    names = [name for name in fold_scores[0] if all(name in scores for scores in fold_scores)]
+    names = [name for name in fold_scores[0] if name != "rows" and all(name in scores for scores in fold_scores)]
     statistics_by_name = {}
     for name in names:
         values = [scores[name] for scores in fold_scores if math.isfinite(scores[name])]

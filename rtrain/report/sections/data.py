@@ -31,9 +31,12 @@ def build_section(run: RunData) -> Section:
     ]
     blocks.append(_build_quarantine_table(store))
     copies, unlabeled_rows = store.manifest.copies, store.manifest.unlabeled.get("rows", 0)
+    left_out, relabeled = (store.manifest.selection.get(name, 0) for name in ("left_out", "relabeled"))
     intro = (
         f"{store.num_source_rows:,} rows were read; {store.manifest.quarantined:,} more were quarantined as unusable. "
     )
+    intro += f"data.where left out {left_out:,} more. " if left_out else ""
+    intro += f"data.labels renamed {relabeled:,} labels. " if relabeled else ""
     intro += f"{copies:,} copies of training rows were added. " if copies else ""
     intro += f"{unlabeled_rows:,} rows without labels were added. " if unlabeled_rows else ""
     intro += _describe_split(run)
