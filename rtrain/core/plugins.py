@@ -247,7 +247,7 @@ def _check_file(address: str, name: str, file: Path) -> Path:
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    """The module of this name; a folder of the name without an `__init__.py`, such as a run's, is none."""
+    """The spec of a module. A folder without an `__init__.py`, such as a run of that name, does not count."""
     spec = importlib.util.find_spec(name)
     return spec if spec is not None and spec.origin is not None else None
 

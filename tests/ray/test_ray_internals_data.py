@@ -52,7 +52,8 @@ ray.shutdown()
 
 
 @pytest.mark.ray
-@pytest.mark.parametrize("ahead", [pytest.param(1, marks=pytest.mark.slow), 4])
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [1, 4])
 def test_a_stream_rests_while_its_reader_has_enough(ahead: int) -> None:
     """Ray's own goes round and round at its limit of memory, for most of a core and of Python's lock: with blocks that
     lie ready, and with none where the reader's own fill it. In a process and a Ray of its own, as a training worker's

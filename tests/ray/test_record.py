@@ -21,6 +21,7 @@ def test_order_runs_of_one_worker_and_replies_are_as_recorded(tmp_path: Path) ->
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_runs_of_two_workers_and_what_is_made_of_them_are_as_recorded(
     ray_session: Path, kept_workers: ReusableWorkerGroup
 ) -> None:
