@@ -99,7 +99,7 @@ import psutil
 import rtrain
 
 settings = {"train.precision": "fp32", "train.log_every": 1, "model.name": "encoder"}
-arguments = {"epochs": 4, "lr": 3e-3, "workers": 1, "label": "category", "settings": settings}
+arguments = {"epochs": 60, "lr": 3e-3, "workers": 1, "label": "category", "settings": settings}
 rows = [{"text": f"{word} number {number}", "category": word} for number in range(100) for word in ("refund", "parcel")]
 
 def interrupt(event):
