@@ -48,5 +48,5 @@ def test_one_worker_goes_on_with_what_four_had_shares_of(tmp_path: Path) -> None
     result = train_on_nodes(tmp_path, "shards")
     assert [(step["change"], step["workers"]) for step in result["steps"]] == [(None, 4), ("vanishes", 1)]
     assert 0 <= result["steps"][1]["lost"] <= elastic.SAVE_EVERY
-    assert result["causes"] == ["crash"]
+    assert result["causes"] == ["node_lost"]
     assert (result["ledger"]["passed"], result["ledger"]["steps"]) == (True, elastic.UPDATES)

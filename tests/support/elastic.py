@@ -22,7 +22,7 @@ from rtrain.core import env
 from tests.conftest import labelled_rows, write_rows
 from tests.support.tiny import make_encoder
 
-UPDATES, SAVE_EVERY = 600, 100
+UPDATES, SAVE_EVERY = 1500, 100
 DRAIN_S = 20
 NODES: list[Any] = []
 
